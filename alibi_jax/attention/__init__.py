@@ -1,0 +1,101 @@
+"""Softmax attention with a bias given by positions: one entry, several ways behind it."""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from alibi_jax.attention.blockwise import blockwise
+from alibi_jax.biases import alibi_bias_at
+
+# From query positions [..., T] and key positions [..., S] to a bias [..., N, T, S].
+Bias = Callable[[Array, Array], Array | None]
+
+
+def attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    bias: Bias | None = None,
+    causal: bool = True,
+    query_positions: Int[Array, "*#B T"] | None = None,
+    key_positions: Int[Array, "*#B S"] | None = None,
+    query_segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Softmax(query · key / sqrt(H) + bias) · value, scores and softmax in float32.
+
+    Shapes: as `jax.nn.dot_product_attention`; with K < N each key head serves N/K
+    neighbouring query heads. `bias` is a function of query and key positions (default: 0, 1,
+    2, ... for keys, and for queries the last T of them), so that no `[N, T, S]` array need
+    exist. Causal masking goes by index: the queries are the last T of the S keys. Positions
+    feed the bias alone. Segment ids: a query sees the keys of its own segment; 0 is padding,
+    which nothing sees and which sees nothing. A row that sees nothing is zero, and so are its
+    gradients. Returns the dtype of `query`.
+
+    Raises:
+        ValueError: where K does not divide N, or a causal query has no key of its own (T > S).
+    """
+    length, num_heads = query.shape[1:3]
+    key_length, num_kv_heads = key.shape[1:3]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_kv_heads} key heads do not divide {num_heads} query heads")
+    if causal and length > key_length:
+        raise ValueError(f"causal attention of {length} queries needs as many keys: {key_length}")
+    if (query_segment_ids is None) != (key_segment_ids is None):
+        raise ValueError("give segment ids of both queries and keys, or of neither")
+    if key_positions is None:
+        key_positions = jnp.arange(key_length, dtype=jnp.int32)
+    if query_positions is None:
+        query_positions = jnp.arange(length, dtype=jnp.int32) + (key_length - length)
+    return blockwise(
+        query,
+        key,
+        value,
+        bias=bias,
+        causal=causal,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+    )
+
+
+def alibi_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    slopes: Float[Array, "N"],
+    *,
+    causal: bool = True,
+    query_positions: Int[Array, "*#B T"] | None = None,
+    key_positions: Int[Array, "*#B S"] | None = None,
+    query_segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention with linear biases (Press et al. 2021, section 3): `attention` with -m·|i-j|.
+
+    `slopes` are of the query heads. Everything else is as `attention` has it.
+    """
+    if slopes.shape[0] != query.shape[2]:
+        raise ValueError(f"{slopes.shape[0]} slopes for {query.shape[2]} query heads")
+    return attention(
+        query,
+        key,
+        value,
+        bias=functools.partial(alibi_bias_at, slopes),
+        causal=causal,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
+    )
+
+
+__all__ = ["Bias", "alibi_attention", "attention"]

@@ -1,0 +1,54 @@
+"""The plain form of attention: every score at once. The other forms are held against it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+# Finite, so that a row without any key has gradients of zero rather than NaN.
+_MASKED = float(jnp.finfo(jnp.float32).min)
+
+
+def dense(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    *,
+    bias: Float[Array, "*#B N T S"] | None,
+    mask: Bool[Array, "*#B T S"] | None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Softmax(query · key / sqrt(H) + bias) · value over the keys where `mask` is true.
+
+    Scores, bias and softmax are float32; the result has the dtype of `query`. Query head n
+    reads key head n // (N/K). Rows without any key are zero.
+    """
+    batch, length, num_heads, size = query.shape
+    num_kv_heads, key_length = key.shape[2], key.shape[1]
+    groups = num_heads // num_kv_heads
+    query = query.reshape(batch, length, num_kv_heads, groups, size)
+    scores = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32) * (
+        size**-0.5
+    )
+    if bias is not None:
+        # [..., N, T, S] to [..., K, G, T, S]: the heads of a group are neighbours.
+        bias = bias.astype(jnp.float32)
+        scores += bias.reshape(*bias.shape[:-3], num_kv_heads, groups, length, key_length)
+    if mask is not None:
+        mask = mask[..., None, None, :, :]
+        # Masked after the bias is added, so that no bias can lift a key back into view.
+        scores = jnp.where(mask, scores, _MASKED)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    if mask is not None:
+        # Where a row sees no key at all, every score is the same.
+        weights = jnp.where(mask, weights, 0.0)
+    total = weights.sum(axis=-1)
+    if dropout_rate > 0.0 and dropout_key is not None:
+        keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, weights.shape)
+        weights = jnp.where(keep, weights / (1.0 - dropout_rate), 0.0)
+    out = jnp.einsum(
+        "bkgts,bskh->btkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )
+    # Divided here rather than before the product: H numbers a row instead of S.
+    out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny).transpose(0, 3, 1, 2)[..., None]
+    return out.astype(query.dtype).reshape(batch, length, num_heads, value.shape[-1])

@@ -1,0 +1,135 @@
+"""The device mesh, and the one table from logical axes to mesh axes.
+
+Everything else names logical axes; the mesh's own axis names appear in this file only.
+"""
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from alibi_jax.config import Config, ConfigError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+# A logical axis that is not here is not sharded.
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "ff": ("tensor",),
+    "vocab": ("tensor",),
+}
+
+
+def use_cpu_cores(batch_size: int, multiple: int = 1) -> None:
+    """On a CPU, makes each core one device, as far as that divides the work.
+
+    `batch_size` rows must split evenly over the devices, and the devices over a mesh that is
+    a `multiple` wide. Has no effect on accelerators, nor where the number of CPU devices is
+    already chosen. Must come before anything asks JAX for its devices.
+    """
+    chosen = jax.config.read("jax_num_cpu_devices") > 0
+    if chosen or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    fitting = [n for n in range(1, (cores or 1) + 1) if n % multiple == 0 and batch_size % n == 0]
+    jax.config.update("jax_num_cpu_devices", max(fitting, default=multiple))
+
+
+def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
+    """A mesh over all devices of all processes; one size may be -1, for what the others leave.
+
+    Raises ConfigError if the sizes do not multiply to the number of devices.
+    """
+    sizes = dict(zip(MESH_AXES, (data, fsdp, tensor)))
+    devices = jax.device_count()
+    asked = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    free = [axis for axis, size in sizes.items() if size == -1]
+    fixed = 1
+    for size in sizes.values():
+        fixed *= size if size != -1 else 1
+    if len(free) > 1:
+        raise ConfigError(f"{asked}: only one of them can be -1")
+    if free:
+        sizes[free[0]] = devices // fixed
+    if fixed * (sizes[free[0]] if free else 1) != devices:
+        raise ConfigError(f"{asked} does not cover {devices} devices: they must multiply to that")
+    return jax.make_mesh(
+        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
+
+
+def axis_size(mesh: jax.sharding.Mesh, logical: str) -> int:
+    """Devices over which a logical axis is split."""
+    size = 1
+    for axis in RULES.get(logical, ()):
+        size *= mesh.shape[axis]
+    return size
+
+
+def check_fits(config: Config, vocab_size: int | None, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError where a size does not split evenly over the mesh.
+
+    `vocab_size` is None as long as it is not known.
+    """
+    model, train = config.model, config.train
+    rows = train.batch_size // train.accumulation
+    sizes = {
+        f"train.batch_size/train.accumulation={rows}": (rows, "batch"),
+        f"model.width={model.width}": (model.width, "embed"),
+        f"model.num_heads={model.num_heads}": (model.num_heads, "heads"),
+        f"model.num_kv_heads={model.num_kv_heads}": (
+            model.num_kv_heads or model.num_heads,
+            "kv_heads",
+        ),
+        f"model.ff_width={model.ff_width}": (model.ff_width or 4 * model.width, "ff"),
+    }
+    if vocab_size is not None:
+        sizes[f"the vocabulary of {vocab_size}"] = (vocab_size, "vocab")
+    for what, (size, logical) in sizes.items():
+        devices = axis_size(mesh, logical)
+        if size % devices:
+            axes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in RULES[logical])
+            raise ConfigError(
+                f"{what} does not divide by the {devices} devices of {axes}: "
+                f"choose a multiple of {devices}, or another mesh"
+            )
+
+
+def partition_spec(*logical: str | None) -> PartitionSpec:
+    """The mesh axes of an array whose dimensions carry these logical names."""
+    return PartitionSpec(*(RULES.get(name) if name else None for name in logical))
+
+
+def named_sharding(mesh: jax.sharding.Mesh, *logical: str | None) -> NamedSharding:
+    """The placement on `mesh` of an array whose dimensions carry these logical names."""
+    return NamedSharding(mesh, partition_spec(*logical))
+
+
+def constrain(x: Array, *logical: str | None) -> Array:
+    """Asks the compiler for that placement; nothing outside `jax.set_mesh`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(*logical))
+
+
+def local_rows(sharding: NamedSharding, num_rows: int) -> Int[np.ndarray, "b"]:
+    """The rows (first dimension) of a global array of which this process holds a part."""
+    slices = {
+        index[0].indices(num_rows)
+        for index in sharding.addressable_devices_indices_map((num_rows,)).values()
+        if index is not None
+    }
+    return np.array(sorted({row for bounds in slices for row in range(*bounds)}))
+
+
+def global_array(sharding: NamedSharding, local: Any, num_rows: int) -> jax.Array:
+    """The global array of `num_rows` rows from each process's own, in `local_rows` order."""
+    return jax.make_array_from_process_local_data(
+        sharding, local, global_shape=(num_rows, *local.shape[1:])
+    )

