@@ -33,7 +33,7 @@ def use_cpu_cores(batch_size: int, multiple: int = 1) -> None:
     a `multiple` wide. Has no effect on accelerators, nor where the number of CPU devices is
     already chosen. Must come before anything asks JAX for its devices.
     """
-    chosen = jax.config.read("jax_num_cpu_devices") > 0
+    chosen = jax.config.values["jax_num_cpu_devices"] > 0
     if chosen or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
