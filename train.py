@@ -11,15 +11,14 @@ from ml_collections import config_flags
 
 from alibi_jax import command_line
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", str(pathlib.Path(__file__).parent / "configs" / "tiny.py"), "What to train."
-)
+_CONFIG = command_line.define_config(pathlib.Path(__file__).parent / "configs" / "tiny.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where to; default: runs/ and the config's name.")
 
 
 def main() -> int:
     """Flags in, one call out."""
-    config = command_line.checked(_CONFIG.value)
+    config = _CONFIG.value
+    config.check()
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
     workdir = pathlib.Path(_WORKDIR.value or f"runs/{name}")
     rows = config.train.batch_size // config.train.accumulation

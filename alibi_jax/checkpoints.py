@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from typing import Any, Self
+from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -23,6 +23,7 @@ class Metadata:
 
     step: int
     config: dict[str, Any]
+    text: str  # The fingerprint of the training split.
     tokenizer: dict[str, Any]
     vocab_size: int
     provenance: dict[str, Any]
@@ -53,7 +54,7 @@ class Checkpoints:
         )
         self._saving: Any = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,13 +1,17 @@
 """What train.py and eval.py share: flags, several processes, errors in one line."""
 
 import os
+import pathlib
+import re
+import runpy
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 from absl import app, flags, logging
+from ml_collections import config_flags
 
 from alibi_jax import sharding
 from alibi_jax.config import Config, ConfigError, check_key, fields_of
@@ -29,17 +33,24 @@ def run(main: Callable[[], int]) -> NoReturn:
     raise AssertionError("app.run returns by exiting")
 
 
-def checked(config: Any) -> Config:
-    """What `get_config()` returned, with its values checked."""
-    # A file that could not be read comes as an object that raises its error when used.
-    check = getattr(config, "check", None)
-    if not isinstance(config, Config) or check is None:
-        raise ConfigError(
-            f"--config: get_config() returned a {type(config).__name__}: return an "
-            "alibi_jax.config.Config"
-        )
-    check()
-    return config
+def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
+    """The flags --config=FILE and --config.a.b=VALUE, each name and the file looked at first.
+
+    Where no file is named, the flag library reads `default` as it defines the flag, before any
+    error of it could be caught.
+    """
+    try:
+        for argument in sys.argv[1:]:
+            if argument.startswith(("--config.", "-config.")):
+                check_key(argument.partition("config.")[2].partition("=")[0])
+        named = _named_config(sys.argv)
+        if named is not None:
+            _read_config(named)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        _fail(" ".join(str(error).split()))
+    return config_flags.DEFINE_config_file("config", str(default), "What to train.")
 
 
 def start_devices(batch_size: int, multiple: int = 1) -> None:
@@ -69,33 +80,55 @@ def _in_cluster() -> bool:
     return len(workers) > 1 or any(int(os.environ.get(name, "1")) > 1 for name in _CLUSTER_SIZES)
 
 
+def _named_config(argv: list[str]) -> str | None:
+    for index, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "-config"):
+            return value if equals else "".join(argv[index + 1 : index + 2])
+    return None
+
+
+def _read_config(name: str) -> None:
+    """Raises ConfigError, naming the file, unless its get_config() gives a Config."""
+    # After a colon comes an argument for get_config.
+    path, *arguments = name.split(":", 1)
+    if not pathlib.Path(path).is_file():
+        raise ConfigError(f"--config={name}: no such file; name a Python file with get_config()")
+    try:
+        get_config = runpy.run_path(path).get("get_config")
+        config = get_config(*arguments) if get_config is not None else None
+    except Exception as error:
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise ConfigError(f"--config={name}: {kind}{error}") from error
+    if get_config is None:
+        raise ConfigError(f"--config={name}: the file has no get_config(); see configs/tiny.py")
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"--config={name}: get_config() returned {type(config).__name__}: return an "
+            "alibi_jax.config.Config"
+        )
+
+
 def _parse(argv: list[str]) -> list[str]:
     try:
-        for argument in argv[1:]:
-            if argument.startswith(("--config.", "-config.")):
-                check_key(argument.partition("config.")[2].partition("=")[0])
         rest = flags.FLAGS(argv)
-    except flags.IllegalFlagValueError as error:
-        _fail(_value_remedy(argv, str(error)))
-    except flags.Error as error:
-        _fail(str(error))
     except Exception as error:
         if "--debug" in argv:
-            raise
-        _fail(f"{error}" if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}")
+            traceback.print_exc()
+        _fail(_value_remedy(str(error)))
     if len(rest) > 1:
         _fail(f"unexpected {rest[1]!r}: flags are --NAME=VALUE")
     return rest
 
 
-def _value_remedy(argv: list[str], message: str) -> str:
-    for argument in argv[1:]:
-        key, _, value = argument.partition("config.")[2].partition("=")
-        part, _, name = key.partition(".")
-        if name and f"config.{key}={value}" in message:
-            wanted = fields_of(fields_of(Config)[part])[name]
-            return f"{key}={value!r}: give a value of type {getattr(wanted, '__name__', wanted)}"
-    return message
+def _value_remedy(message: str) -> str:
+    """What the flag library says of a value, with the type that its key wants."""
+    value = re.match(r"flag --config\.(\w+)\.(\w+)=(.*?): ", message, re.DOTALL)
+    if value is None:
+        return " ".join(message.split())
+    part, name, given = value.groups()
+    wanted = fields_of(fields_of(Config)[part])[name]
+    return f"{part}.{name}={given!r}: give a value of type {getattr(wanted, '__name__', wanted)}"
 
 
 def _guarded(main: Callable[[], int]) -> NoReturn:

@@ -7,6 +7,7 @@ from such a file, from `--config.a.b=VALUE` or from a checkpoint, it passes thro
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable
@@ -65,7 +66,8 @@ class Section:
                 f"{type(self).__name__.lower()}.{name}={value!r} is a "
                 f"{type(value).__name__}: give a value of type {wanted}"
             )
-        super().__setattr__(name, value)
+        # A whole number given for a float is kept as one, so that it is written as one too.
+        super().__setattr__(name, float(value) if annotation is float else value)
 
     @classmethod
     def _check_name(cls, name: str) -> None:
@@ -289,14 +291,16 @@ def _check_ranges(config: Config) -> None:
                 f"{key}={values[key]!r} is not known; {nearest(values[key], choices)}"
             )
     for key, least in _LEAST.items():
-        # `not >=` rather than `<`: NaN is refused too.
-        if values[key] is not None and not values[key] >= least:
-            raise ConfigError(f"{key}={values[key]} must be at least {least}")
+        # NaN, which compares with nothing, is refused too.
+        if values[key] is not None and not least <= values[key] < math.inf:
+            raise ConfigError(f"{key}={values[key]} must be a number of at least {least}")
     for key in _BELOW_ONE:
         if not values[key] < 1:
             raise ConfigError(f"{key}={values[key]} must be below 1")
     if not values["optimizer.final_fraction"] <= 1:
-        raise ConfigError("optimizer.final_fraction must be at most 1")
+        raise ConfigError(
+            f"optimizer.final_fraction={values['optimizer.final_fraction']} must be at most 1"
+        )
     for axis in ("data", "fsdp", "tensor"):
         size = values[f"mesh.{axis}"]
         if size != -1 and size < 1:

@@ -16,6 +16,9 @@ from alibi_jax.data.streams import token_stream
 from alibi_jax.model import abstract_model
 from alibi_jax.scoring import Protocol, Scorer, Scores
 
+# Nats whose perplexity a float64, and so the results' JSON, still holds.
+_LARGEST_NLL = 700.0
+
 
 def parse_protocols(text: str) -> list[Protocol]:
     """From "nonoverlapping,sliding:64". Raises ValueError that names what is wrong."""
@@ -24,7 +27,7 @@ def parse_protocols(text: str) -> list[Protocol]:
         name, _, stride = part.strip().partition(":")
         if name == "nonoverlapping" and not stride:
             protocols.append(Protocol(name))
-        elif name == "sliding" and stride.isdigit() and int(stride) > 0:
+        elif name == "sliding" and stride.isdecimal() and int(stride) > 0:
             protocols.append(Protocol(name, int(stride)))
         else:
             raise ValueError(
@@ -43,7 +46,7 @@ def parse_lengths(text: str, train_length: int) -> list[int]:
             value = float(part[:-1]) * train_length if part.endswith("x") else int(part)
         except ValueError:
             value = 0
-        if value < 1 or value != int(value):
+        if not 1 <= value < math.inf or value != int(value):
             raise ValueError(
                 f"--lengths={text}: {part!r} is not a length of at least 1 token; give numbers "
                 f"as 512,1024 or multiples of the training length {train_length} as 1x,2x"
@@ -161,13 +164,16 @@ def evaluate_run(
 def _score(run: Run, scorer: Scorer, tokens: np.ndarray, protocol: Protocol, length: int) -> Scores:
     if length > len(tokens) - 1:
         raise ValueError(f"the split has {len(tokens) - 1} targets, fewer than one window")
-    return scorer(
+    scores = scorer(
         run.params,
         tokens,
         protocol.windows(len(tokens), length),
         run.tokenizer.token_bytes,
         f"{run.workdir.name} {protocol} at {length}",
     )
+    if not scores.mean_nll < _LARGEST_NLL:
+        raise ValueError(f"the mean loss is {scores.mean_nll} nats: the model's numbers ran away")
+    return scores
 
 
 def early_token(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 import os
 import pathlib
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -30,7 +30,7 @@ class MetricsWriter:
         self._file = path.open("a")
         self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resume_step + 1)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

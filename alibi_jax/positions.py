@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -112,13 +113,15 @@ class Learned(PositionMethod):
         table = self.table[...]
         asked = positions.shape[-1]
         if not isinstance(positions, jax.core.Tracer) and positions.size:
-            asked = max(asked, int(positions.max()) + 1)
+            # By numpy: under jit, JAX traces even what is known.
+            asked = max(asked, int(np.asarray(positions).max()) + 1)
         if asked > table.shape[0]:
             raise ValueError(
                 f"learned positions end at {table.shape[0]}, the training length: "
                 f"there is no embedding for a length of {asked}"
             )
-        return (x + table.at[positions].get(mode="fill", fill_value=jnp.nan)).astype(x.dtype)
+        rows = table.at[positions].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        return (x + rows).astype(x.dtype)
 
 
 METHODS: dict[str, Callable[..., PositionMethod]] = {

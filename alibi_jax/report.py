@@ -133,11 +133,12 @@ def _write_csv(results: dict[str, Any], path: pathlib.Path) -> None:
 def _draw(results: dict[str, Any], protocol: str, path: pathlib.Path) -> None:
     """Perplexity against evaluation length, a line a run, the training length marked."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes = figure.add_subplot()
     lengths: set[int] = set()
+    perplexities: list[float] = []
     several = len({run["train_length"] for run in results["runs"]}) > 1
     lines = [
         (run, stride)
@@ -168,6 +169,7 @@ def _draw(results: dict[str, Any], protocol: str, path: pathlib.Path) -> None:
             label += f", stride {stride}"
         xs, ys = zip(*points)
         lengths |= set(xs)
+        perplexities += ys
         axes.plot(
             xs,
             ys,
@@ -175,33 +177,39 @@ def _draw(results: dict[str, Any], protocol: str, path: pathlib.Path) -> None:
             color=_COLOURS[number % len(_COLOURS)],
             marker=_MARKERS[number % len(_MARKERS)],
             linestyle=_DASHES[number % len(_DASHES)],
-            markersize=5,
+            markersize=6,
+            markeredgecolor="white",
+            markeredgewidth=0.7,
             linewidth=1.6,
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for train_length in sorted({run["train_length"] for run in results["runs"]}):
         axes.axvline(train_length, color="0.4", linewidth=1, linestyle=(0, (2, 3)), zorder=0)
+        # Above the axes, where no line can run through it.
         axes.annotate(
-            f"trained at {train_length}",
-            (train_length, 0.98),
+            f"trained\nat {train_length}",
+            (train_length, 1),
             xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
+            xytext=(0, 3),
             textcoords="offset points",
-            rotation=90,
-            va="top",
+            ha="center",
             fontsize=8,
             color="0.3",
         )
     axes.set_xticks(sorted(lengths), [f"{length:,}" for length in sorted(lengths)])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.tick_params(axis="y", which="minor", labelsize=7, labelcolor="0.4")
+    # Powers of ten alone would leave a narrow range without a number.
+    narrow = bool(perplexities) and max(perplexities) < 4 * min(perplexities)
+    axes.yaxis.set_major_locator(MaxNLocator(6) if narrow else LogLocator(10, (1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.set_xlabel("evaluation length (tokens)")
     axes.set_ylabel("perplexity per token (log scale)")
-    axes.set_title(f"Train short, test long: {protocol} windows", fontsize=11)
+    axes.set_title(f"Train short, test long: {protocol} windows", fontsize=11, pad=28)
     axes.grid(True, which="major", linewidth=0.4, color="0.85")
-    if lines:
-        axes.legend(frameon=False, fontsize=9)
+    if lengths:
+        figure.legend(loc="outside right upper", frameon=False, fontsize=9, handlelength=3)
+    else:
+        axes.text(0.5, 0.5, "no length has a number", transform=axes.transAxes, ha="center")
     figure.savefig(path, dpi=160)

@@ -1,5 +1,60 @@
-"""Eight simulated CPU devices, set before anything asks JAX for its devices."""
+"""Eight simulated CPU devices, set before anything asks JAX for its devices.
+
+The package is imported inside the fixtures only: pytest puts its type checks in place after
+this file is read.
+"""
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Eight heads, sixteen rows: whatever mesh eight devices make, they fit.
+TINY = {
+    "model.num_layers": 1,
+    "model.width": 16,
+    "model.num_heads": 8,
+    "train.length": 16,
+    "train.batch_size": 16,
+    "train.steps": 10,
+    "train.log_every": 1,
+    "train.validation_every": 0,
+    "optimizer.warmup_steps": 2,
+    "checkpoint.every": 5,
+}
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """A folder in which the embedded corpus is prepared and tokenised as bytes."""
+    from alibi_jax.config import Data
+    from alibi_jax.data.streams import token_stream
+    from alibi_jax.data.tokenizers import ByteTokenizer
+
+    path = tmp_path_factory.mktemp("data")
+    for split in ("train", "validation"):
+        token_stream(Data(data_dir=str(path)), split, ByteTokenizer())
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_config(data_dir):
+    """`tiny_config({"model.width": 32})`: a run of seconds, but for the values given."""
+    from alibi_jax.config import Config
+
+    def make(changes=()):
+        config = Config()
+        for key, value in ({"data.data_dir": str(data_dir)} | TINY | dict(changes)).items():
+            section, name = key.split(".")
+            setattr(getattr(config, section), name, value)
+        return config
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+    """Twice as fast to compile, slower to run: for what no optimization of XLA's decides."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

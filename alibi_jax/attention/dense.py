@@ -38,7 +38,9 @@ def dense(
         mask = mask[..., None, None, :, :]
         # Masked after the bias is added, so that no bias can lift a key back into view.
         scores = jnp.where(mask, scores, _MASKED)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    # The floor is for a row to which the bias itself, -inf all along, leaves no key.
+    top = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(top))
     if mask is not None:
         # Where a row sees no key at all, every score is the same.
         weights = jnp.where(mask, weights, 0.0)
@@ -50,5 +52,7 @@ def dense(
         "bkgts,bskh->btkgh", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
     )
     # Divided here rather than before the product: H numbers a row instead of S.
-    out /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny).transpose(0, 3, 1, 2)[..., None]
+    # Of a row without any key the sum is 0: divided by less than 1, its gradients, 0 times the
+    # quotient, would overflow to NaN.
+    out /= jnp.where(total > 0.0, total, 1.0).transpose(0, 3, 1, 2)[..., None]
     return out.astype(query.dtype).reshape(batch, length, num_heads, value.shape[-1])

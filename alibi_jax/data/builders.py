@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
+from absl import logging
 from tensorflow_datasets.core import read_only_builder
 
 from alibi_jax.config import Data
@@ -187,9 +188,21 @@ def _prepared(
             tempfile.TemporaryDirectory(dir=staging) as root,
             # TFDS announces a place that is gone a moment later.
             contextlib.redirect_stdout(io.StringIO()),
+            _without_warnings(),
         ):
             builder = make(data_dir=root)
             builder.download_and_prepare(file_format="array_record")
             for path in Path(builder.data_dir).iterdir():
                 path.rename(staging / path.name)
     return tfds.builder_from_directory(final)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """TFDS warns of any configuration that is not built into its builder."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,71 @@
+"""Tokens a second of a configuration: the training step, and scoring at several lengths.
+
+    python benchmarks/throughput.py --config=configs/tiny.py [--config.train.accumulation=1]
+
+Random tokens, fresh parameters; medians of `--repeats` runs, compilation apart. Several
+settings are compared by running this for each in turn, on one machine.
+"""
+
+import pathlib
+import statistics
+import time
+
+import jax
+import numpy as np
+from absl import flags
+
+from alibi_jax import command_line
+
+_CONFIG = command_line.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
+_REPEATS = flags.DEFINE_integer("repeats", 7, "Runs whose median is printed.")
+_MULTIPLES = flags.DEFINE_list("multiples", ["1", "4", "32"], "Of the training length, to score.")
+
+
+def main() -> int:
+    """Prints one line a measurement."""
+    config = _CONFIG.value
+    config.check()
+    command_line.start_devices(config.train.batch_size // config.train.accumulation)
+    from alibi_jax import sharding
+    from alibi_jax.data.windows import evaluation_windows
+    from alibi_jax.scoring import Scorer
+    from alibi_jax.step import Trainer
+
+    train = config.train
+    trainer = Trainer(config, 256, sharding.make_mesh())
+    state = trainer.initial_state()
+    tokens = np.random.default_rng(0).integers(1, 256, 200_000).astype(np.uint16)
+    block = tokens[: train.batch_size * train.length].astype(np.int32)
+    local = {name: block.reshape(train.batch_size, train.length) for name in ("inputs", "targets")}
+    batch = trainer.device_batch(local)
+    seconds = []
+    with jax.set_mesh(trainer.mesh):
+        for step in range(_REPEATS.value + 1):
+            begun = time.perf_counter()
+            state, metrics = trainer.train_step(state, batch, np.int32(step))
+            jax.block_until_ready((state, metrics))
+            seconds.append(time.perf_counter() - begun)
+    command_line.say(f"{jax.device_count()} devices; compiling the step: {seconds[0]:.1f} s")
+    _print("training", train.batch_size * train.length, seconds[1:])
+
+    scorer = Scorer(trainer.graphdef, trainer.mesh, batch_tokens=8192)
+    for multiple in _MULTIPLES.value:
+        length = int(multiple) * train.length
+        windows = evaluation_windows(1 + max(32768, length), length, length)
+        seconds = [
+            scorer(state.params, tokens, windows, np.ones(256, np.int32), "").seconds
+            for _ in range(_REPEATS.value)
+        ]
+        _print(f"scoring at {length}", windows.num_targets, seconds)
+    return 0
+
+
+def _print(what: str, tokens: int, seconds: list[float]) -> None:
+    rate, least, most = (
+        tokens / x for x in (statistics.median(seconds), max(seconds), min(seconds))
+    )
+    command_line.say(f"{what}: {rate:,.0f} tokens/s (from {least:,.0f} to {most:,.0f})")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,254 @@
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alibi_jax import config as configs
+from alibi_jax.config import Config, ConfigError, Model, check_key, flatten, from_dict, nearest
+from alibi_jax.positions import METHODS
+
+SECTIONS = [field.name for field in dataclasses.fields(Config)]
+KEYS = list(flatten(Config()))
+
+
+def changed(**values):
+    """The default configuration with `section__name=value`."""
+    config = Config()
+    for key, value in values.items():
+        section, name = key.split("__")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+def error_of(call):
+    """The message of the ConfigError that a call raises, or None."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def refusal(config):
+    """What `check` says of a configuration that it refuses, in one line."""
+    message = error_of(config.check)
+    assert message is not None
+    assert "\n" not in message
+    return message
+
+
+def test_the_defaults_are_accepted():
+    Config().check()
+
+
+@pytest.mark.parametrize("position", configs.POSITIONS)
+@pytest.mark.parametrize("activation", configs.ACTIVATIONS)
+def test_every_choice_is_accepted(position, activation):
+    changed(model__position=position, model__activation=activation).check()
+
+
+def test_the_positions_that_can_be_chosen_are_those_that_exist():
+    assert set(configs.POSITIONS) == set(METHODS)
+
+
+def test_flatten_names_every_value_as_a_command_line_would():
+    assert {key.partition(".")[0] for key in KEYS} == set(SECTIONS)
+    assert flatten(changed(model__width=192))["model.width"] == 192
+    for key in KEYS:
+        check_key(key)
+
+
+@pytest.mark.parametrize("through", [lambda x: x, lambda x: json.loads(json.dumps(x))])
+def test_round_trip(through):
+    config = changed(model__num_kv_heads=4, model__dropout=0.25, data__path="ü", mesh__fsdp=2)
+    again = from_dict(through(dataclasses.asdict(config)))
+    assert again == config
+    assert flatten(again) == flatten(config)
+    assert from_dict(through(dataclasses.asdict(Config()))) == Config()
+
+
+def test_sections_are_not_shared():
+    Config().model.width = 7
+    assert Config().model.width == 128
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Model(positon="alibi"), "model.positon: no such key; did you mean 'position'?"),
+        (lambda: Config(modle=Model()), "config.modle: no such key; did you mean 'model'?"),
+        (lambda: setattr(Config().train, "step", 3), "train.step: .*'steps'"),
+        (lambda: setattr(Config(), "optimiser", 3), "config.optimiser: .*'optimizer'"),
+        (lambda: from_dict({"modle": {}}), "config.modle: .*'model'"),
+        (lambda: from_dict({"model": {"num_head": 8}}), "model.num_head: .*'num_heads'"),
+        (lambda: check_key("model.positon"), "model.positon: .*'position'"),
+        (lambda: check_key("modle.position"), "config.modle: .*'model'"),
+        (lambda: check_key("model"), "model: a whole section; .*position, num_layers"),
+        (lambda: check_key("model.position.x"), "model.position.x: no such key"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_name_like_no_other_gets_the_whole_list():
+    assert nearest("zzz", ["one", "two"]) == "known: one, two"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.num_heads", "8"),
+        ("model.num_heads", 8.0),
+        ("model.num_heads", True),
+        ("model.num_heads", None),
+        ("model.num_kv_heads", 2.0),
+        ("model.num_kv_heads", False),
+        ("model.position", None),
+        ("model.position", 3),
+        ("model.remat", 1),
+        ("model.dropout", "0.1"),
+        ("model.dropout", True),
+        ("train.steps", 1e3),
+        ("data.path", b"x"),
+    ],
+)
+def test_a_wrong_type_is_refused(key, value):
+    section, name = key.split(".")
+    with pytest.raises(ConfigError) as caught:
+        setattr(getattr(Config(), section), name, value)
+    assert f"{key}={value!r}" in str(caught.value)
+    assert "give a value of type" in str(caught.value)
+
+
+def test_right_types_are_taken():
+    config = changed(model__dropout=0, model__num_kv_heads=None, optimizer__clip_norm=1)
+    config.model.num_kv_heads = 2
+    config.check()
+    assert isinstance(config.optimizer.clip_norm, float)
+
+
+def test_a_section_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match=r"config\.data"):
+        Config().data = Model()
+
+
+NOT_NEGATIVE = sorted(configs._LEAST)
+
+
+@pytest.mark.parametrize("key", NOT_NEGATIVE)
+def test_values_below_the_least_are_refused(key):
+    section, name = key.split(".")
+    least = configs._LEAST[key]
+    message = refusal(changed(**{f"{section}__{name}": least - 1}))
+    assert f"{key}={least - 1}" in message
+    assert str(least) in message
+
+
+FLOATS = [key for key in KEYS if isinstance(flatten(Config())[key], float)]
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0, -math.inf, math.inf])
+@pytest.mark.parametrize("key", FLOATS)
+def test_negative_and_not_finite_are_refused(key, value):
+    assert key in refusal(changed(**{key.replace(".", "__"): value}))
+
+
+def test_every_number_has_a_least_value():
+    numbers = {
+        key
+        for key, value in flatten(Config()).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    assert numbers - {"mesh.data", "mesh.fsdp", "mesh.tensor"} <= set(NOT_NEGATIVE)
+
+
+@pytest.mark.parametrize("key", configs._BELOW_ONE)
+def test_shares_stay_below_one(key):
+    assert f"{key}=1.0" in refusal(changed(**{key.replace(".", "__"): 1.0}))
+    changed(**{key.replace(".", "__"): 0.999}).check()
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"model__num_heads": 7}, ("model.num_heads=7", "model.width=128", "1, 2, 4, 8")),
+        (
+            {"model__num_heads": 8, "model__num_kv_heads": 3},
+            ("model.num_kv_heads=3", "model.num_heads=8", "1, 2, 4, 8"),
+        ),
+        ({"model__position": "rotary", "model__num_heads": 128}, ("rotary", "even")),
+        (
+            {"model__position": "sinusoidal", "model__width": 9, "model__num_heads": 3},
+            ("sinusoidal", "even", "9"),
+        ),
+        (
+            {"train__accumulation": 5},
+            ("train.accumulation=5", "train.batch_size=32", "1, 2, 4, 8, 16, 32"),
+        ),
+        (
+            {"train__steps": 50},
+            ("optimizer.warmup_steps=50", "train.steps=50", "schedule='constant'"),
+        ),
+        ({"data__path": "x"}, ("data.dataset='sotu'", "data.path='x'")),
+        ({"data__dataset": "text"}, ("data.dataset='text'", "data.path=''")),
+        ({"data__vocab_size": 256}, ("data.vocab_size=256", "257")),
+        ({"optimizer__final_fraction": 1.5}, ("optimizer.final_fraction=1.5", "1")),
+        ({"mesh__data": 0}, ("mesh.data=0", "-1")),
+        ({"mesh__fsdp": -2}, ("mesh.fsdp=-2", "-1")),
+    ],
+)
+def test_values_that_do_not_fit_each_other_are_refused(values, parts):
+    message = refusal(changed(**values))
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("key", sorted(configs._CHOICES))
+def test_a_choice_that_does_not_exist_is_refused_with_the_nearest(key):
+    choices = configs._CHOICES[key]
+    section, name = key.split(".")
+    # A letter is doubled.
+    typo = choices[0] + choices[0][-1]
+    message = refusal(changed(**{f"{section}__{name}": typo}))
+    assert f"{key}={typo!r}" in message
+    assert f"did you mean {choices[0]!r}?" in message
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    key=st.sampled_from(KEYS),
+    value=st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 300),
+        st.floats(),
+        st.sampled_from(["", "alibi", "rotary", "gelu", "text"]),
+    ),
+)
+def test_any_value_is_refused_or_survives(key, value):
+    section, name = key.split(".")
+    config = Config()
+    if refused := error_of(lambda: setattr(getattr(config, section), name, value)):
+        assert f"{key}={value!r}" in refused
+        assert config == Config()
+    elif refused := error_of(config.check):
+        assert key in refused
+        assert "\n" not in refused
+    else:
+        assert flatten(config)[key] == value
+        assert from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+@settings(max_examples=50, deadline=None)
+@given(width=st.integers(1, 96), heads=st.integers(1, 96), kv_heads=st.integers(1, 96))
+def test_what_is_accepted_divides(width, heads, kv_heads):
+    config = changed(model__width=width, model__num_heads=heads, model__num_kv_heads=kv_heads)
+    if width % heads == 0 and heads % kv_heads == 0:
+        config.check()
+    else:
+        refusal(config)

@@ -1,0 +1,189 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alibi_jax.losses import CHUNK, token_nll, weighted_sum
+
+LENGTHS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5]
+
+
+def arrays(length, batch=2, width=4, vocab_size=11, dtype=jnp.float32):
+    """Hidden states, unembedding and targets, among them each token of the vocabulary."""
+    random = np.random.default_rng(0)
+    hidden = jnp.asarray(random.normal(size=(batch, length, width)), dtype)
+    table = jnp.asarray(random.normal(size=(vocab_size, width)), jnp.float32)
+    return hidden, table, jnp.asarray(random.integers(0, vocab_size, (batch, length)), jnp.int32)
+
+
+def oracle(hidden, table, targets, weights=None):
+    """Loss of each target, and the gradients of their weighted sum, in numpy and float64."""
+    hidden, table, targets = np.asarray(hidden, float), np.asarray(table, float), np.array(targets)
+    scores = np.exp(hidden @ table.T)
+    probabilities = scores / scores.sum(-1, keepdims=True)
+    chosen = np.eye(len(table))[targets]
+    nll = -np.log((probabilities * chosen).sum(-1))
+    d_logits = probabilities - chosen
+    if weights is not None:
+        d_logits = d_logits * np.asarray(weights, float)[..., None]
+    return nll, d_logits @ table, np.einsum("btv,btd->vd", d_logits, hidden)
+
+
+def loss(hidden, table, targets, weights=None):
+    return weighted_sum(token_nll(hidden, table, targets), weights)
+
+
+gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_token_nll_is_the_plain_computation(length):
+    hidden, table, targets = arrays(length)
+    nll, d_hidden, d_table = oracle(hidden, table, targets)
+    np.testing.assert_allclose(
+        jax.jit(token_nll)(hidden, table, targets), nll, rtol=1e-5, atol=1e-6
+    )
+    (total, count), grads = gradients(hidden, table, targets)
+    np.testing.assert_allclose(total, nll.sum(), rtol=1e-5)
+    assert count == nll.size
+    np.testing.assert_allclose(grads[0], d_hidden, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grads[1], d_table, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    length=st.integers(1, 3 * CHUNK),
+    batch=st.integers(1, 3),
+    width=st.integers(1, 5),
+    vocab_size=st.integers(1, 7),
+)
+def test_token_nll_of_any_shape(length, batch, width, vocab_size):
+    hidden, table, targets = arrays(length, batch, width, vocab_size)
+    np.testing.assert_allclose(
+        jax.jit(token_nll)(hidden, table, targets),
+        oracle(hidden, table, targets)[0],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("length", [7, CHUNK + 7])
+def test_f5_uniform_model_loses_log_of_the_vocabulary(length):
+    hidden, table, targets = arrays(length, vocab_size=1000)
+    nll = token_nll(jnp.zeros_like(hidden), table, targets)
+    np.testing.assert_allclose(nll, math.log(1000), rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [7, CHUNK + 7])
+def test_f11_bfloat16_states_give_float32_losses_of_float32_logits(length):
+    hidden, table, targets = arrays(length, width=64, dtype=jnp.bfloat16)
+    nll = jax.jit(token_nll)(hidden, table, targets)
+    assert nll.dtype == jnp.float32
+    # The oracle is given what the product is: logits of 8 bits would be off by a hundredth.
+    expected = oracle(hidden, table.astype(jnp.bfloat16), targets)[0]
+    np.testing.assert_allclose(nll, expected, rtol=1e-5, atol=1e-4)
+    total, count = weighted_sum(nll, jnp.ones(nll.shape, jnp.bfloat16))
+    assert (total.dtype, count.dtype) == (jnp.float32, jnp.float32)
+
+
+def test_large_logits_do_not_overflow():
+    hidden, table, targets = arrays(5)
+    (total, _), grads = gradients(1e4 * hidden, table, targets)
+    assert jnp.isfinite(total)
+    assert all(jnp.isfinite(one).all() for one in grads)
+
+
+# Memory.
+
+
+def every_jaxpr(jaxpr):
+    """A jaxpr and, recursively, those in the parameters of its equations."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            if hasattr(parameter, "eqns"):
+                yield from every_jaxpr(getattr(parameter, "jaxpr", parameter))
+
+
+def test_no_array_has_the_size_of_the_logits():
+    batch, length, vocab_size = 2, 3 * CHUNK + 5, 50
+    arguments = arrays(length, batch, vocab_size=vocab_size)
+    logits = batch * length * vocab_size
+    jaxprs = list(
+        every_jaxpr(
+            jax.make_jaxpr(jax.value_and_grad(loss, (0, 1), has_aux=True))(*arguments).jaxpr
+        )
+    )
+    shapes = {
+        getattr(variable.aval, "shape", ())
+        for jaxpr in jaxprs
+        for equation in jaxpr.eqns
+        for variable in (*equation.invars, *equation.outvars)
+    }
+    # A chunk's are there, so what is below the scan was seen.
+    assert (batch, CHUNK, vocab_size) in shapes
+    assert max(map(math.prod, shapes)) < logits
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("length", [6, CHUNK + 6])
+def test_d2_padded_targets_do_not_count(length):
+    hidden, table, targets = arrays(length)
+    weights = jnp.ones((2, length)).at[1, 2:].set(0).at[0, 0].set(0)
+    (total, count), grads = gradients(hidden, table, targets, weights)
+    nll, d_hidden, d_table = oracle(hidden, table, targets, weights)
+    np.testing.assert_allclose(total, (nll * np.asarray(weights)).sum(), rtol=1e-5)
+    assert count == length + 1
+    np.testing.assert_allclose(grads[0], d_hidden, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grads[1], d_table, rtol=1e-4, atol=1e-4)
+    # What stands in a target that does not count changes nothing.
+    others = jnp.where(weights > 0, targets, (targets + 1) % 11)
+    assert gradients(hidden, table, others, weights)[0] == (total, count)
+
+
+@pytest.mark.parametrize("length", [6, CHUNK + 6])
+def test_d2_token_zero_is_scored(length):
+    """neuralmagic/deepsparse PR#1141: real tokens of id 0 were dropped."""
+    hidden, table, targets = arrays(length)
+    targets = jnp.zeros_like(targets)
+    nll = oracle(hidden, table, targets)[0]
+    (total, count), _ = gradients(hidden, table, targets)
+    np.testing.assert_allclose(total, nll.sum(), rtol=1e-5)
+    assert count == 2 * length
+
+
+def test_weights_scale_their_targets():
+    nll = jnp.array([[1.0, 2.0, 4.0]])
+    total, count = weighted_sum(nll, jnp.array([[0.5, 2.0, 0.0]]))
+    assert (total, count) == (4.5, 2.5)
+    assert weighted_sum(nll) == (7.0, 3.0)
+
+
+def test_g3_no_weight_at_all_is_zero():
+    hidden, table, targets = arrays(CHUNK + 1)
+    (total, count), grads = gradients(hidden, table, targets, jnp.zeros(targets.shape))
+    assert (total, count) == (0.0, 0.0)
+    assert all((one == 0).all() for one in grads)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_g3_what_has_no_weight_does_not_poison(bad):
+    nll = jnp.array([[1.0, bad, 3.0]])
+    weights = jnp.array([[1.0, 0.0, 1.0]])
+    (total, count), gradient = jax.value_and_grad(weighted_sum, has_aux=True)(nll, weights)
+    assert (total, count) == (4.0, 2.0)
+    np.testing.assert_array_equal(gradient, weights)
+
+
+def test_what_has_weight_does_poison():
+    # Or a run that diverged would go unseen.
+    total, _ = weighted_sum(jnp.array([[1.0, jnp.nan]]), jnp.ones((1, 2)))
+    assert jnp.isnan(total)

@@ -1,0 +1,300 @@
+"""Real processes: killed, stopped, and two of them as one run."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from helpers import assert_same_arrays, mesh_of
+
+from alibi_jax import report
+from alibi_jax.checkpoints import Checkpoints
+from alibi_jax.config import flatten
+from alibi_jax.step import Trainer
+from alibi_jax.training import train
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+REPOSITORY = pathlib.Path(__file__).parent.parent
+STEPS = 40
+QUICK_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+@pytest.fixture(scope="module")
+def launch():
+    """Starts `train.py` or `eval.py`; whatever still runs in the end is killed."""
+    running = []
+
+    def start(program, *flags, devices, environment=QUICK_COMPILE):
+        process = subprocess.Popen(
+            [sys.executable, str(REPOSITORY / program), *flags],
+            env=os.environ
+            | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+            | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def train_flags(config, workdir):
+    values = flatten(config).items()
+    return [f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in values if v is not None)]
+
+
+def finish(process, code=0):
+    """What a process printed, (output, errors), once it has exited with that code."""
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == code, errors[-3000:]
+    return output, errors
+
+
+def lines(workdir):
+    """What metrics.jsonl says so far, but for the speed."""
+    path = workdir / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return [{k: v for k, v in json.loads(x).items() if k != "tokens_per_second"} for x in whole]
+
+
+def losses(workdir):
+    return np.array([line["loss"] for line in lines(workdir)])
+
+
+def saved_state(config, workdir, step=None):
+    """(step, all that its checkpoint holds); the latest one, unless told."""
+    trainer = Trainer(config, 256, mesh_of(1, 1, 1))
+    with Checkpoints(workdir) as checkpoints:
+        step = checkpoints.check_step(step)
+        return step, checkpoints.restore(step, **trainer.abstract_state._asdict())
+
+
+def wait_for(happened, process):
+    while not happened():
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.001)
+
+
+# One process that is stopped in the middle.
+
+
+@pytest.fixture(scope="module")
+def run_config(tiny_config):
+    """With all that a step draws at random."""
+    return tiny_config(
+        {"train.steps": STEPS, "train.accumulation": 2, "model.dropout": 0.1}
+        | {"model.attention_dropout": 0.1, "model.activation_dropout": 0.1}
+    )
+
+
+@pytest.fixture(scope="module")
+def train_as_users_do(launch, run_config, tmp_path_factory):
+    """Starts `train.py` into a workdir: fully optimised, but compiled once for all tests."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
+
+    def start(workdir):
+        flags = train_flags(run_config, workdir)
+        return launch("train.py", *flags, devices=2, environment=cache)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train_as_users_do, tmp_path_factory):
+    """The workdir of a run that nothing stopped."""
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    finish(train_as_users_do(workdir))
+    return workdir
+
+
+def kill_at_a_step(process, workdir):
+    wait_for(lambda: len(lines(workdir)) >= 13, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+
+
+def kill_in_the_middle_of_a_save(process, workdir):
+    """Not of the first: one that is whole lies beside it."""
+
+    def names():
+        return [path.name for path in (workdir / "checkpoints").glob("*")]
+
+    def saving():
+        # Stopped first, so that the save cannot end between the look and the kill.
+        if len(names()) < 2 or all(name.isdigit() for name in names()):
+            return False
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        caught = any(not name.isdigit() for name in names())
+        if not caught:
+            process.send_signal(signal.SIGCONT)
+        return caught
+
+    wait_for(saving, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert any(not name.isdigit() for name in names())
+
+
+def terminate(process, workdir):
+    wait_for(lambda: len(lines(workdir)) >= 13, process)
+    process.terminate()
+    output, _ = finish(process)
+    stopped = lines(workdir)[-1]["step"]
+    assert f"step {stopped} of {STEPS}" in output
+    with Checkpoints(workdir) as checkpoints:
+        assert checkpoints.latest_step() == stopped
+
+
+@pytest.mark.parametrize("stop", [kill_at_a_step, kill_in_the_middle_of_a_save, terminate])
+def test_g5_the_same_command_goes_on_as_if_never_stopped(
+    train_as_users_do, run_config, undisturbed, tmp_path, stop
+):
+    stop(train_as_users_do(tmp_path), tmp_path)
+    assert 0 < len(lines(tmp_path)) < STEPS
+    finish(train_as_users_do(tmp_path))
+    assert lines(tmp_path) == lines(undisturbed)
+    assert [line["step"] for line in lines(tmp_path)] == [*range(1, STEPS + 1)]
+    assert_same_arrays(saved_state(run_config, tmp_path), saved_state(run_config, undisturbed))
+    # Nothing half-written is left either.
+    names = [sorted(os.listdir(workdir / "checkpoints")) for workdir in (tmp_path, undisturbed)]
+    assert names == [["35", "40"], ["35", "40"]]
+
+
+def test_a_finished_run_says_so_and_changes_nothing(train_as_users_do, undisturbed):
+    def files():
+        return {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
+
+    before = files()
+    output, _ = finish(train_as_users_do(undisturbed))
+    assert f"step {STEPS} of {STEPS}" in output
+    assert files() == before
+
+
+def test_a_loss_that_is_not_finite_is_one_line(launch, tiny_config, tmp_path):
+    config = tiny_config(
+        {"optimizer.learning_rate": 1e30, "optimizer.clip_norm": 0.0, "checkpoint.every": 1}
+    )
+    output, errors = finish(launch("train.py", *train_flags(config, tmp_path), devices=2), code=1)
+    assert output == ""
+    last = errors.splitlines()[-1]
+    assert last.startswith("error: step 2: loss nan, gradient norm nan; last good checkpoint: 1.")
+    assert "Traceback" not in errors
+    assert os.listdir(tmp_path / "checkpoints") == ["1"]
+    _, state = saved_state(config, tmp_path)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
+
+
+# Two processes of four devices as one run.
+
+
+@pytest.fixture(scope="module")
+def launch_two(launch):
+    def start(program, *flags):
+        with socket.create_server(("localhost", 0)) as free:
+            coordinator = f"--coordinator=localhost:{free.getsockname()[1]}"
+        return [
+            launch(
+                program,
+                *flags,
+                coordinator,
+                "--num_processes=2",
+                f"--process_id={number}",
+                devices=4,
+            )
+            for number in range(2)
+        ]
+
+    return start
+
+
+@pytest.fixture
+def text_config(tiny_config, tmp_path):
+    """A run on a text of its own that no process has prepared."""
+    words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "delta"], 4000)
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    return tiny_config(
+        {"data.dataset": "text", "data.path": str(tmp_path / "text.txt")}
+        | {"data.data_dir": str(tmp_path / "data"), "train.steps": 20, "checkpoint.every": 10}
+    )
+
+
+def test_two_processes_are_one_run(launch_two, launch, text_config, tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    outputs = [
+        finish(process) for process in launch_two("train.py", *train_flags(text_config, two))
+    ]
+    # One of them speaks for both.
+    assert [output.count("step 20 of 20") for output, _ in outputs] == [1, 0]
+    train(text_config, one)
+    assert [line["step"] for line in lines(two)] == [*range(1, 21)]
+    np.testing.assert_allclose(losses(two), losses(one), rtol=1e-4)
+    assert losses(two)[-1] < losses(two)[0] - 0.3
+
+    # Any number of processes goes on with any run.
+    resumed = shutil.copytree(two, tmp_path / "resumed")
+    shutil.rmtree(resumed / "checkpoints" / "20")
+    assert train(text_config, resumed) == 20
+    np.testing.assert_allclose(losses(resumed), losses(one), rtol=1e-4)
+
+    check_evaluations_agree(launch_two, launch, two, tmp_path)
+
+
+def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
+    asked = {"lengths": "3x", "protocols": "nonoverlapping,sliding:8"}
+    flags = [f"--workdir={workdir}", *(f"--{name}={value}" for name, value in asked.items())]
+
+    def rows(out):
+        return json.loads((out / "results.json").read_text())["runs"][0]["rows"]
+
+    processes = launch_two("eval.py", *flags, f"--out={tmp_path / 'two_processes'}")
+    processes.append(launch("eval.py", *flags, f"--out={tmp_path / 'one_device'}", devices=1))
+    for process in processes:
+        finish(process)
+    report.evaluate(
+        [workdir],
+        **asked,
+        split="validation",
+        step=None,
+        batch_tokens=8192,
+        out=tmp_path / "eight_devices",
+    )
+    expected = rows(tmp_path / "one_device")
+    assert len(expected) == 2
+    for out in (tmp_path / "two_processes", tmp_path / "eight_devices"):
+        for row, other in zip(rows(out), expected, strict=True):
+            assert row["targets"] == other["targets"] > 0
+            assert row["nll"] == pytest.approx(other["nll"], rel=1e-6)
+
+
+def test_two_processes_stop_at_the_same_step(launch_two, text_config, tmp_path):
+    workdir = tmp_path / "run"
+    # Parameters are spread over both processes.
+    text_config.mesh.data, text_config.mesh.fsdp, text_config.mesh.tensor = 1, 4, 2
+    text_config.train.steps = 100_000
+    processes = launch_two("train.py", *train_flags(text_config, workdir))
+    wait_for(lambda: len(lines(workdir)) >= 5, processes[0])
+    # Only one is told.
+    processes[1].terminate()
+    for process in processes:
+        finish(process)
+    step, state = saved_state(text_config, workdir)
+    assert step == lines(workdir)[-1]["step"] < text_config.train.steps
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))

@@ -1,0 +1,338 @@
+import json
+import os
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_same_arrays, mesh_of
+
+from alibi_jax.checkpoints import Checkpoints
+from alibi_jax.config import ConfigError
+from alibi_jax.data.streams import token_stream
+from alibi_jax.data.tokenizers import ByteTokenizer
+from alibi_jax.data.windows import TrainingBatches
+from alibi_jax.step import Trainer, TrainState, summed_gradients
+from alibi_jax.training import StopRequest, train
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+VOCAB = 256
+# Its state after one step is the gradient itself.
+PLAIN_GRADIENT = {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.clip_norm": 0.0}
+# How many of each row's 16 targets count. Micro-batches of 8 and of 2 targets, were they
+# averaged each, would count alike; so would devices.
+COUNTS = [8, 2, 16, 0, 1, 5, 2, 8, 3, 3, 16, 16, 0, 0, 1, 9]
+WEIGHTS = (np.arange(16) < np.array(COUNTS)[:, None]).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def batches(data_dir, tiny_config):
+    config = tiny_config()
+    tokens = token_stream(config.data, "train", ByteTokenizer())
+    return TrainingBatches(tokens, config.train.length, config.train.batch_size, config.train.seed)
+
+
+def run_steps(trainer, state, batches, steps):
+    """(state, the losses) after so many steps."""
+    losses = []
+    with jax.set_mesh(trainer.mesh):
+        for step in range(steps):
+            batch = trainer.device_batch(batches.batch_at(step))
+            state, metrics = trainer.train_step(state, batch, np.int32(step))
+            losses.append(float(metrics.nll / metrics.targets))
+    return state, losses
+
+
+def gradient(trainer, params, batches, weights):
+    """(the gradient of the first batch, its StepMetrics)."""
+    fresh = TrainState(params, trainer.tx.init(params))
+    placed = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), fresh, trainer.abstract_state)
+    with jax.set_mesh(trainer.mesh):
+        batch = trainer.device_batch(batches.batch_at(0) | {"weights": weights})
+        state, metrics = trainer.train_step(placed, batch, np.int32(0))
+    return jax.device_get((state.optimizer[1].trace, metrics))
+
+
+def assert_close(one, other, tolerance):
+    """Each array differs by at most `tolerance` of its largest entry."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other)):
+        apart = np.abs(a - b).max() / np.abs(b).max()
+        assert apart <= tolerance, f"{jax.tree_util.keystr(path)}: {apart}"
+
+
+def lines(workdir):
+    """What metrics.jsonl says, but for the speed."""
+    found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in found]
+
+
+def saved_state(config, workdir, step):
+    trainer = Trainer(config, VOCAB, mesh_of(1, 1, 1))
+    with Checkpoints(workdir) as checkpoints:
+        return TrainState(**checkpoints.restore(step, **trainer.abstract_state._asdict()))
+
+
+def all_files(workdir):
+    return {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
+
+
+# One batch, however it is cut.
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_config, batches):
+    """(trainer, parameters, gradient, metrics) of one uncut batch on one device."""
+    trainer = Trainer(tiny_config(PLAIN_GRADIENT), VOCAB, mesh_of(1, 1, 1))
+    params = jax.device_get(trainer.initial_state().params)
+    return trainer, params, *gradient(trainer, params, batches, WEIGHTS)
+
+
+def assert_same_gradient(whole, batches, config, mesh):
+    _, params, expected, metrics = whole
+    trainer = Trainer(config, VOCAB, mesh)
+    found, measured = gradient(trainer, params, batches, WEIGHTS)
+    assert measured.targets == metrics.targets == sum(COUNTS)
+    np.testing.assert_allclose(measured, metrics, rtol=1e-5)
+    assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize(("accumulation", "devices"), [(4, 1), (16, 1), (2, 8)])
+def test_g1_accumulation_is_one_large_batch(tiny_config, batches, whole, accumulation, devices):
+    config = tiny_config(PLAIN_GRADIENT | {"train.accumulation": accumulation})
+    assert_same_gradient(whole, batches, config, mesh_of(devices, 1, 1))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
+def test_g1_sums_are_divided_by_no_one(accumulation):
+    rows, weights = jnp.arange(1.0, 9.0), jnp.array([8.0, 2.0] * 4)
+
+    def loss(scale, batch, _):
+        return (scale * batch["rows"] * batch["weights"]).sum(), batch["weights"].sum()
+
+    batch = {"rows": rows, "weights": weights}
+    total, count, grads = summed_gradients(loss, jnp.float32(3.0), batch, accumulation)
+    assert (total, count, grads) == (3 * (rows * weights).sum(), 40, (rows * weights).sum())
+
+
+def test_micro_batches_are_told_apart_by_number():
+    # Neighbouring rows go to different ones; each draws its own dropout.
+    _, _, seen = summed_gradients(
+        lambda scale, batch, index: ((scale * batch["rows"] * 10.0**index).sum(), jnp.float32(1)),
+        jnp.float32(1.0),
+        {"rows": jnp.array([1.0, 2.0, 3.0, 4.0])},
+        2,
+    )
+    assert seen == (1 + 3) + 10 * (2 + 4)
+
+
+def test_g2_uneven_weights_over_devices_are_one_device(tiny_config, batches, whole):
+    assert_same_gradient(whole, batches, tiny_config(PLAIN_GRADIENT), mesh_of(8, 1, 1))
+
+
+def test_g3_no_targets_at_all_move_nothing(batches, whole):
+    trainer, params, *_ = whole
+    grads, metrics = gradient(trainer, params, batches, np.zeros_like(WEIGHTS))
+    assert tuple(metrics) == (0, 0, 0)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_a3_tensor_parallel_gradients(tiny_config, batches, whole):
+    assert_same_gradient(whole, batches, tiny_config(PLAIN_GRADIENT), mesh_of(1, 1, 8))
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [(8, [2, 4, 8]), (12, [2, 4])])
+def test_a3_tensor_parallel_heads_keep_their_slopes(tiny_config, batches, heads, sizes):
+    config = tiny_config({"model.num_heads": heads, "model.width": 4 * heads})
+    inputs = batches.batch_at(0)["inputs"]
+    initial = jax.device_get(Trainer(config, VOCAB, mesh_of(1, 1, 1)).initial_state().params)
+
+    def logits(tensor):
+        trainer = Trainer(config, VOCAB, mesh_of(1, 1, tensor))
+        placement = jax.tree.map(lambda x: x.sharding, trainer.abstract_state.params)
+
+        @jax.jit
+        def run(params, inputs):
+            model = nnx.merge(trainer.graphdef, params)
+            return model.logits(model.hidden_states(inputs))
+
+        with jax.set_mesh(trainer.mesh):
+            return jax.device_get(run(jax.device_put(initial, placement), inputs))
+
+    alone = logits(1)
+    for tensor in sizes:
+        np.testing.assert_allclose(logits(tensor), alone, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def one_device(tiny_config, batches):
+    """(initial state, first 20 losses) on one device."""
+    trainer = Trainer(tiny_config({"train.steps": 20}), VOCAB, mesh_of(1, 1, 1))
+    initial = trainer.initial_state()
+    on_host = jax.device_get(initial)
+    return on_host, run_steps(trainer, initial, batches, 20)[1]
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+def test_a_mesh_changes_nothing(tiny_config, batches, one_device, sizes):
+    trainer = Trainer(tiny_config({"train.steps": 20}), VOCAB, mesh_of(*sizes))
+    initial = trainer.initial_state()
+    assert_same_arrays(jax.device_get(initial), one_device[0])
+    _, losses = run_steps(trainer, initial, batches, 20)
+    np.testing.assert_allclose(losses, one_device[1], rtol=1e-4)
+    # They have learned something, or else they would agree on little.
+    assert losses[-1] < losses[0] - 0.3
+
+
+# Sharded state, one compilation, donation.
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sizes"),
+    [("adamw", (1, 8, 1)), ("sgd", (2, 2, 2)), ("adafactor", (2, 2, 2))],
+)
+def test_state_is_sharded_donated_and_compiled_for_once(tiny_config, batches, optimizer, sizes):
+    # Wide enough that Adafactor factors its moments.
+    config = tiny_config({"optimizer.name": optimizer, "model.width": 128})
+    trainer = Trainer(config, VOCAB, mesh_of(*sizes))
+    ways = sizes[1] * sizes[2]
+    state = trainer.initial_state()
+    assert_sharded(state, ways)
+    with jax.set_mesh(trainer.mesh):
+        for step in range(3):
+            before, batch = state, trainer.device_batch(batches.batch_at(step))
+            state, _ = trainer.train_step(state, batch, np.int32(step))
+            assert all(leaf.is_deleted() for _, leaf in large_leaves(before))
+    assert_sharded(state, ways)
+    assert trainer.train_step._cache_size() == 1
+
+
+def large_leaves(state):
+    """(name, array) of the model's matrices and their moments: 7 at least."""
+    leaves = jax.tree.leaves_with_path(state)
+    large = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves if leaf.size > 600]
+    assert len(large) >= 7
+    return large
+
+
+def assert_sharded(state, ways):
+    for name, leaf in large_leaves(state):
+        assert not leaf.sharding.is_fully_replicated, name
+        assert {shard.data.size for shard in leaf.addressable_shards} == {leaf.size // ways}, name
+
+
+# Stopping and resuming, within one process. test_processes.py kills real ones.
+
+
+def test_g5_resumed_is_never_stopped(tiny_config, tmp_path):
+    config = tiny_config({"optimizer.name": "adafactor", "optimizer.schedule": "linear"})
+    whole = tmp_path / "whole"
+    assert train(config, whole) == 10
+    stopped = shutil.copytree(whole, tmp_path / "stopped")
+    # What a run leaves that is killed between step 5's checkpoint and step 10's.
+    shutil.rmtree(stopped / "checkpoints" / "10")
+    assert train(config, stopped) == 10
+    assert_same_arrays(saved_state(config, stopped, 10), saved_state(config, whole, 10))
+    assert lines(stopped) == lines(whole)
+    assert [line["step"] for line in lines(whole)] == list(range(1, 11))
+
+
+def test_g5_ten_steps_are_five_and_five(tiny_config, tmp_path):
+    # A schedule that does not decay may go on past its end.
+    config = tiny_config(
+        {"optimizer.name": "sgd", "optimizer.schedule": "constant", "mesh.fsdp": 2}
+        | {"train.validation_every": 5, "train.validation_targets": 100, "train.log_every": 2}
+    )
+    ten, five = tmp_path / "ten", tmp_path / "five"
+    assert train(config, ten) == 10
+    config.train.steps = 5
+    assert train(config, five) == 5
+    config.train.steps = 10
+    assert train(config, five) == 10
+    assert_same_arrays(saved_state(config, five, 10), saved_state(config, ten, 10))
+    assert lines(five) == lines(ten)
+    assert [line["step"] for line in lines(ten)] == [2, 4, 5, 6, 8, 10]
+    assert [line["step"] for line in lines(ten) if "validation_loss" in line] == [5, 10]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("finished")
+    config = tiny_config()
+    assert train(config, workdir) == 10
+    return workdir
+
+
+def test_a_finished_run_does_nothing_more(tiny_config, finished):
+    before = all_files(finished)
+    assert train(tiny_config(), finished) == 10
+    assert all_files(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("model.width", 32, "model.width=32, .* has 16"),
+        ("model.position", "rotary", "model.position='rotary', .* has 'alibi'"),
+        ("train.batch_size", 8, "train.batch_size=8, .* has 16"),
+        ("train.length", 32, "train.length=32, .* has 16"),
+        ("train.seed", 1, "train.seed=1, .* has 0"),
+        ("train.steps", 20, "train.steps=20, .* has 10"),
+        ("optimizer.learning_rate", 0.5, "optimizer.learning_rate=0.5, .* has 0.002"),
+        ("data.tokenizer", "bpe", "data.tokenizer='bpe', .* has 'bytes'"),
+    ],
+)
+def test_a_run_that_is_configured_otherwise_is_refused(tiny_config, finished, key, value, said):
+    before = all_files(finished)
+    with pytest.raises(ConfigError, match=said):
+        train(tiny_config({key: value}), finished)
+    assert all_files(finished) == before
+
+
+def test_another_text_under_the_same_key_is_refused(tiny_config, tmp_path):
+    text = tmp_path / "text.txt"
+    config = tiny_config(
+        {"data.dataset": "text", "data.path": str(text), "data.data_dir": str(tmp_path / "data")}
+    )
+    text.write_text("the cat sat on the mat. \n" * 200)
+    config.train.steps = 10
+    config.optimizer.schedule = "constant"
+    assert train(config, tmp_path / "run") == 10
+    config.train.steps = 12
+    text.write_text("a dog lay down on a log. \n" * 200)
+    with pytest.raises(ConfigError, match="another text"):
+        train(config, tmp_path / "run")
+    text.write_text("the cat sat on the mat. \n" * 200)
+    assert train(config, tmp_path / "run") == 12
+
+
+def test_what_shapes_no_numbers_may_change(tiny_config, finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+    shutil.rmtree(workdir / "checkpoints" / "10")
+    changes = {"mesh.fsdp": 2, "mesh.tensor": 2, "checkpoint.every": 3, "checkpoint.keep": 9}
+    assert train(tiny_config(changes | {"train.log_every": 2}), workdir) == 10
+    assert [line["step"] for line in lines(workdir)] == [1, 2, 3, 4, 5, 6, 8, 10]
+    # Resumed on another mesh, it is the same run up to rounding.
+    apart = {line["step"]: line["loss"] for line in lines(finished)}
+    for line in lines(workdir):
+        assert line["loss"] == pytest.approx(apart[line["step"]], rel=1e-4)
+    with Checkpoints(workdir) as checkpoints:
+        assert checkpoints.check_step(6) == 6
+
+
+# Signals.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_remembered_until_the_step_ends(number):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.at(1)
+        os.kill(os.getpid(), number)
+        assert stop.at(2)
+        # A second one is not held back.
+        assert signal.getsignal(number) == before
+    assert signal.getsignal(number) == before
