@@ -14,10 +14,19 @@ from alibi_jax.attention import alibi_attention, attention
 from alibi_jax.biases import alibi_bias_at, alibi_slopes
 
 # Every example compiles a shape of its own.
-quick = settings(max_examples=12, deadline=None)
+quick = settings(max_examples=8, deadline=None)
 jitted = jax.jit(alibi_attention, static_argnames="causal")
 # The package gives the function the name of its module.
 blockwise = importlib.import_module("alibi_jax.attention.blockwise")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Time goes into compiling, not into running: the compiler need not try hard."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(params=["dense", "blocks"])
@@ -226,7 +235,6 @@ def test_any_cut_into_blocks_is_the_oracle(length, more, block, segments, causal
         positions = jnp.stack([positions, positions])
     with pytest.MonkeyPatch.context() as patch:
         set_blocks(patch, block, segments)
-        # A function of its own, so that nothing compiled for other blocks is used.
         output = jax.jit(functools.partial(alibi_attention, causal=causal))(
             query,
             key,
@@ -242,10 +250,17 @@ def test_any_cut_into_blocks_is_the_oracle(length, more, block, segments, causal
 
 
 # jax-ml/jax#24491 and #27224: lengths that no block divides, and more keys than queries.
-@pytest.mark.parametrize("more", [0, 37])
 @pytest.mark.parametrize("length", [1, 7, 64, 192, 200, 257, 300, 700])
-def test_d9_every_length_is_the_oracle(length, more):
-    query, key, value = arrays(1, length, length + more, 4, 2, 4)
+def test_d9_every_length_is_the_oracle(length):
+    query, key, value = arrays(1, length, length, 4, 2, 4)
+    slopes = alibi_slopes(4)
+    output = jitted(query, key, value, slopes)
+    np.testing.assert_allclose(output, oracle(query, key, value, slopes=slopes), atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 192, 200, 257, 300, 700])
+def test_d9_every_length_with_more_keys_is_the_oracle(length):
+    query, key, value = arrays(1, length, length + 37, 4, 2, 4)
     cotangent = normal(4, *query.shape)
     slopes = alibi_slopes(4)
     assert_all_close(
@@ -318,19 +333,14 @@ def test_b5_bias_of_minus_infinity_masks_without_nan():
     # A bias may leave a query with no key at all.
     table = table.at[:, 4].set(-jnp.inf)
 
-    def total(query, key, value):
-        return (attention(query, key, value, bias=add_table(table)) ** 2).sum()
-
-    output, gradients = jax.value_and_grad(total, argnums=(0, 1, 2))(query, key, value)
-    assert jnp.isfinite(output)
-    assert all(jnp.isfinite(one).all() for one in gradients)
-    np.testing.assert_array_equal(gradients[2][:, 2], 0)
     for causal in (True, False):
-        np.testing.assert_allclose(
-            attention(query, key, value, bias=add_table(table), causal=causal),
-            oracle(query, key, value, bias=table, causal=causal),
-            atol=1e-5,
-        )
+        attend = jax.jit(functools.partial(attention, bias=add_table(table), causal=causal))
+        output, pull = jax.vjp(attend, query, key, value)
+        expected = oracle(query, key, value, bias=table, causal=causal)
+        np.testing.assert_allclose(output, expected, atol=1e-5)
+        gradients = pull(output)
+        assert all(jnp.isfinite(one).all() for one in gradients)
+        np.testing.assert_array_equal(gradients[2][:, 2], 0)
 
 
 @pytest.mark.parametrize("num_slopes", [6, 2, 16])
@@ -371,7 +381,7 @@ def test_c1_bfloat16_queries_have_exact_distances():
     zeros = jnp.zeros((1, 4096, 8, 1), jnp.bfloat16)
 
     def attend(value):
-        return alibi_attention(zeros[:, :300], zeros, value, slopes)
+        return alibi_attention(zeros[:, :1], zeros, value, slopes)
 
     weights = np.asarray(row_weights(attend, 4096, 8), np.float64)
     exact = np.exp(-np.asarray(slopes, np.float64)[:, None] * np.arange(4095, -1, -1))
@@ -453,25 +463,21 @@ def test_c4_rows_of_padding_are_zero_with_finite_gradients(causal, path):
     assert_all_close([*kept, outputs[4]], alone, rtol=1e-4, atol=10)
 
 
-@pytest.mark.parametrize("num_queries", [1, 2, 5])
-def test_d4_queries_are_the_last_of_the_keys(num_queries):
-    """jax.nn.dot_product_attention and Dao-AILab/flash-attention#282 once began at key 0."""
+@pytest.mark.parametrize(("num_queries", "row"), [(1, 0), (2, 0), (2, 1), (5, 0), (5, 4)])
+def test_d4_queries_are_the_last_of_the_keys(num_queries, row):
+    """jax.nn.dot_product_attention begins at key 0; so did Dao-AILab/flash-attention#282."""
     zeros = jnp.zeros((1, 5, 1, 1))
-    for row in range(num_queries):
-        weights = row_weights(
-            lambda value: attention(zeros[:, :num_queries], zeros, value), 5, 1, row
-        )
-        seen = 5 - num_queries + row + 1
-        np.testing.assert_allclose(weights[0], [1 / seen] * seen + [0] * (5 - seen), atol=1e-6)
+    weights = row_weights(lambda value: attention(zeros[:, :num_queries], zeros, value), 5, 1, row)
+    seen = 5 - num_queries + row + 1
+    np.testing.assert_allclose(weights[0], [1 / seen] * seen + [0] * (5 - seen), atol=1e-6)
 
 
 def test_d4_last_queries_are_the_last_rows_of_all(path):
     query, key, value = arrays(length=20)
-    slopes = alibi_slopes(4)
-    whole = alibi_attention(query, key, value, slopes)
-    np.testing.assert_allclose(
-        alibi_attention(query[:, -7:], key, value, slopes), whole[:, -7:], atol=1e-6
-    )
+    # A function of its own, so that nothing compiled for other blocks is used.
+    attend = jax.jit(functools.partial(alibi_attention, slopes=alibi_slopes(4)))
+    whole = attend(query, key, value)
+    np.testing.assert_allclose(attend(query[:, -7:], key, value), whole[:, -7:], atol=1e-6)
 
 
 def test_positions_feed_the_bias_alone():
@@ -536,9 +542,8 @@ def test_dropout_keeps_the_mean(path):
         jnp.broadcast_to(x, (draws, *x.shape[1:])) for x in arrays(1, 10, 10, 2, 1, 2)
     )
     plain = attention(query[:1], key[:1], value[:1])
-    dropped = np.asarray(
-        attention(query, key, value, dropout_rate=0.25, dropout_key=jax.random.key(0)), np.float64
-    )
+    drop = jax.jit(functools.partial(attention, dropout_rate=0.25))
+    dropped = np.asarray(drop(query, key, value, dropout_key=jax.random.key(0)), np.float64)
     spread = dropped.std(0)
     assert (spread > 0).all()
     # In units of its own standard deviation: 40 draws of about a normal distribution.
@@ -549,10 +554,11 @@ def test_dropout_keeps_the_mean(path):
 def test_dropout_is_a_function_of_its_key(path):
     query, key, value = arrays(length=10)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def attend(rate, dropout_key):
         return attention(query, key, value, dropout_rate=rate, dropout_key=dropout_key)
 
-    plain = attention(query, key, value)
+    plain = attend(0.0, None)
     first = attend(0.5, jax.random.key(1))
     np.testing.assert_array_equal(attend(0.5, jax.random.key(1)), first)
     assert not np.array_equal(attend(0.5, jax.random.key(2)), first)
@@ -580,8 +586,8 @@ def test_dropout_drops_the_same_in_the_backward_pass(path):
         return attention(query, key, value, dropout_rate=0.5, dropout_key=jax.random.key(3))
 
     # Linear in the values, so its derivative along them is itself.
-    output, pull = jax.vjp(attend, value)
-    cotangent = normal(5, *output.shape)
-    np.testing.assert_allclose(
-        (pull(cotangent)[0] * value).sum(), (cotangent * output).sum(), rtol=1e-4
+    cotangent = normal(5, *query.shape)
+    total, gradient = jax.jit(jax.value_and_grad(lambda value: (attend(value) * cotangent).sum()))(
+        value
     )
+    np.testing.assert_allclose((gradient * value).sum(), total, rtol=1e-4)

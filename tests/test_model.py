@@ -28,6 +28,15 @@ VOCAB = 11
 WITH_EFFECT = [name for name in POSITIONS if name != "none"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Time goes into compiling, not into running: the compiler need not try hard."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def make(position="alibi", *, vocab_size=VOCAB, max_length=32, **model):
     """A tiny model. Learned positions weigh as much as tokens, so that tests can see them."""
     values = {"num_layers": 1, "width": 16, "num_heads": 4} | model
@@ -116,9 +125,7 @@ VARIANTS = [
     *({"activation": name} for name in ACTIVATIONS),
     {"norm": "rmsnorm"},
     {"tied_embeddings": False},
-    {"num_kv_heads": 2},
-    {"num_kv_heads": 1, "ff_width": 24},
-    {"remat": True},
+    {"num_kv_heads": 2, "ff_width": 24},
     {"dtype": "bfloat16", "activation": "swiglu", "norm": "rmsnorm", "tied_embeddings": False},
     {"dtype": "bfloat16", "remat": True, "dropout": 0.1, "activation_dropout": 0.1},
     *({"position": name, "dtype": "bfloat16"} for name in POSITIONS),
@@ -301,7 +308,7 @@ def test_positions_count_within_each_run(rows):
     np.testing.assert_array_equal(positions, expected)
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", ["alibi", "rotary", "learned"])
 def test_c4_example_of_padding_only_changes_no_gradient(position):
     """pytorch/pytorch#41508."""
     model, tokens, targets = make(position), some_tokens(3, 9), some_tokens(3, 9, seed=1)

@@ -109,8 +109,8 @@ def train_as_users_do(launch, run_config, tmp_path_factory):
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
 
-    def start(workdir):
-        flags = train_flags(run_config, workdir)
+    def start(workdir, *changes):
+        flags = [*train_flags(run_config, workdir), *changes]
         return launch("train.py", *flags, devices=2, environment=cache)
 
     return start
@@ -154,7 +154,8 @@ def kill_in_the_middle_of_a_save(process, workdir):
 
 
 def terminate(process, workdir):
-    wait_for(lambda: len(lines(workdir)) >= 13, process)
+    # Just after the save of step 9, and long before the next.
+    wait_for(lambda: len(lines(workdir)) >= 10, process)
     process.terminate()
     output, _ = finish(process)
     stopped = lines(workdir)[-1]["step"]
@@ -167,7 +168,8 @@ def terminate(process, workdir):
 def test_g5_the_same_command_goes_on_as_if_never_stopped(
     train_as_users_do, run_config, undisturbed, tmp_path, stop
 ):
-    stop(train_as_users_do(tmp_path), tmp_path)
+    changes = ["--config.checkpoint.every=9"] if stop is terminate else []
+    stop(train_as_users_do(tmp_path, *changes), tmp_path)
     assert 0 < len(lines(tmp_path)) < STEPS
     finish(train_as_users_do(tmp_path))
     assert lines(tmp_path) == lines(undisturbed)
