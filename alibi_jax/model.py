@@ -236,7 +236,9 @@ class Transformer(nnx.Module):
                 if segment_ids is None
                 else segment_positions(segment_ids)
             )
-        x = self.embedding[...].astype(self.dtype)[tokens] * math.sqrt(self.embedding.shape[1])
+        # Gathered whole: looked up in a table split both ways, rows would be assembled one by one.
+        table = constrain(self.embedding[...].astype(self.dtype), None, None)
+        x = table[tokens] * math.sqrt(table.shape[1])
         x = self.position.embed(x.astype(self.dtype), positions)
         x = constrain(x, "batch", None, None)
         x = dropout(x, self.dropout_rate, dropout_key, salt=0)

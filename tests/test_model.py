@@ -237,6 +237,13 @@ def test_positions_are_as_given(position):
     assert (jnp.abs(rows[1] - whole[1]).max() > 1e-3) == (position != "none")
 
 
+@pytest.mark.parametrize("position", ["alibi", "t5", "rotary", "none"])
+def test_relative_methods_do_not_see_all_positions_move(position):
+    model, tokens = make(position), some_tokens(2, 9)
+    moved = logits_of(model, tokens, positions=jnp.arange(1000, 1009))
+    np.testing.assert_allclose(moved, logits_of(model, tokens), atol=1e-3)
+
+
 # Padding and packing.
 
 
