@@ -25,7 +25,7 @@ _OUT = flags.DEFINE_string("out", None, "Where to write; default: eval/ in the f
 
 def main() -> int:
     """Flags in, one call out."""
-    command_line.start_devices(batch_size=0)
+    command_line.start_devices()
     from alibi_jax.report import evaluate
 
     return evaluate(

@@ -9,7 +9,7 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from alibi_jax import command_line
+from alibi_jax import command_line, processes
 
 _CONFIG = command_line.define_config(pathlib.Path(__file__).parent / "configs" / "tiny.py")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where to; default: runs/ and the config's name.")
@@ -21,12 +21,14 @@ def main() -> int:
     config.check()
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
     workdir = pathlib.Path(_WORKDIR.value or f"runs/{name}")
-    rows = config.train.batch_size // config.train.accumulation
-    command_line.start_devices(rows, abs(config.mesh.fsdp * config.mesh.tensor))
+    mesh = config.mesh
+    command_line.start_devices(
+        config.train.batch_size // config.train.accumulation, (mesh.data, mesh.fsdp, mesh.tensor)
+    )
     from alibi_jax.training import train
 
     step = train(config, workdir)
-    command_line.say(
+    processes.say(
         f"{workdir}: step {step} of {config.train.steps}"
         + (f"; next: python eval.py --workdir={workdir}" if step >= config.train.steps else "")
     )

@@ -40,7 +40,7 @@ def _geometric(num_heads: int) -> list[float]:
 
 
 def alibi_bias(
-    num_heads_or_slopes: int | Slopes,
+    num_heads_or_slopes: int | np.integer | Slopes,
     query_length: int,
     key_length: int | None = None,
     *,
@@ -58,8 +58,8 @@ def alibi_bias(
     both directions; masking is left to the attention.
     """
     slopes = (
-        alibi_slopes(num_heads_or_slopes)
-        if isinstance(num_heads_or_slopes, int)
+        alibi_slopes(int(num_heads_or_slopes))
+        if isinstance(num_heads_or_slopes, int | np.integer)
         else num_heads_or_slopes
     )
     queries, keys = _positions(query_length, key_length, offset)

@@ -1,19 +1,17 @@
 """What train.py and eval.py share: flags, several processes, errors in one line."""
 
-import os
 import pathlib
 import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from alibi_jax import sharding
+from alibi_jax import processes, sharding
 from alibi_jax.config import Config, ConfigError, check_key, fields_of
 
 _DEBUG = flags.DEFINE_bool("debug", False, "Show a traceback with an error.")
@@ -22,9 +20,6 @@ _COORDINATOR = flags.DEFINE_string(
 )
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many, with --coordinator.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which one this is, with --coordinator.")
-
-# Set where a launcher has started several processes that jax.distributed knows how to find.
-_CLUSTER_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -53,31 +48,13 @@ def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
     return config_flags.DEFINE_config_file("config", str(default), "What to train.")
 
 
-def start_devices(batch_size: int, multiple: int = 1) -> None:
-    """Joins the other processes, and makes each CPU core a device; before any device is used.
+def start_devices(batch_size: int = 0, sizes: Sequence[int] = (-1,)) -> None:
+    """Makes each CPU core a device and joins the other processes; before any device is used.
 
-    `batch_size` rows are to split evenly, over a mesh that is a `multiple` wide.
+    `batch_size` rows are to split evenly over a mesh of these `sizes`.
     """
-    by_hand = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    if any(value is not None for value in by_hand) and None in by_hand:
-        raise ConfigError("--coordinator, --num_processes and --process_id go together")
-    processes = _NUM_PROCESSES.value or 1
-    sharding.use_cpu_cores(batch_size // processes, -(-multiple // processes))
-    if processes > 1:
-        jax.distributed.initialize(*by_hand)
-    elif _in_cluster():
-        jax.distributed.initialize()
-
-
-def say(text: str) -> None:
-    """Prints, once for all processes."""
-    if jax.process_index() == 0:
-        print(text, flush=True)
-
-
-def _in_cluster() -> bool:
-    workers = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    return len(workers) > 1 or any(int(os.environ.get(name, "1")) > 1 for name in _CLUSTER_SIZES)
+    sharding.use_cpu_cores(batch_size, sizes, _NUM_PROCESSES.value or 1)
+    processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
 
 
 def _named_config(argv: list[str]) -> str | None:

@@ -12,6 +12,7 @@ from alibi_jax import sharding
 from alibi_jax.checkpoints import Checkpoints, Metadata
 from alibi_jax.config import Config, from_dict
 from alibi_jax.data import tokenizers
+from alibi_jax.data.builders import open_documents
 from alibi_jax.data.streams import token_stream
 from alibi_jax.model import abstract_model
 from alibi_jax.scoring import Protocol, Scorer, Scores
@@ -119,6 +120,12 @@ def evaluate_run(
     A length that the model or the split cannot serve gives a row that says why, under "error".
     """
     config = run.config
+    # A folder that has changed may have moved documents from one split to another.
+    if open_documents(config.data, "train").fingerprint != run.metadata.text:
+        raise ValueError(
+            f"{run.workdir} was trained on another text than data.dataset="
+            f"{config.data.dataset!r} now gives: restore that text"
+        )
     tokens = token_stream(config.data, split, run.tokenizer)
     scorer = Scorer(run.graphdef, run.mesh, batch_tokens)
     rows: list[dict[str, Any]] = []

@@ -21,9 +21,10 @@ def token_nll(
     logits are computed in float32, reduced, and recomputed when gradients are taken.
     """
     batch, length, width = hidden.shape
-    table = unembedding.astype(hidden.dtype)
 
     def chunk_nll(hidden: Array, targets: Array) -> Array:
+        # Cast here, so that the table's gradient is added up over chunks in float32.
+        table = unembedding.astype(hidden.dtype)
         logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 

@@ -237,7 +237,8 @@ class Transformer(nnx.Module):
                 else segment_positions(segment_ids)
             )
         # Gathered whole: looked up in a table split both ways, rows would be assembled one by one.
-        table = constrain(self.embedding[...].astype(self.dtype), None, None)
+        # In float32: the gradient adds up a row for each time that a token occurs.
+        table = constrain(self.embedding[...], None, None)
         x = table[tokens] * math.sqrt(table.shape[1])
         x = self.position.embed(x.astype(self.dtype), positions)
         x = constrain(x, "batch", None, None)

@@ -3,15 +3,15 @@
 Everything else names logical axes; the mesh's own axis names appear in this file only.
 """
 
+import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
-
-from alibi_jax.config import Config, ConfigError
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -26,39 +26,45 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 
 
-def use_cpu_cores(batch_size: int, multiple: int = 1) -> None:
+def use_cpu_cores(batch_size: int, sizes: Sequence[int] = (-1,), processes: int = 1) -> None:
     """On a CPU, makes each core one device, as far as that divides the work.
 
-    `batch_size` rows must split evenly over the devices, and the devices over a mesh that is
-    a `multiple` wide. Has no effect on accelerators, nor where the number of CPU devices is
-    already chosen. Must come before anything asks JAX for its devices.
+    `batch_size` rows must split evenly over the devices of all `processes`, and those over a
+    mesh of these `sizes` (-1: what the others leave); a mesh without a -1 gets the devices it
+    asks for. Has no effect on accelerators, nor where the number of CPU devices is already
+    chosen. Must come before anything asks JAX for its devices.
     """
     chosen = jax.config.values["jax_num_cpu_devices"] > 0
     if chosen or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
+    fixed = math.prod(size for size in sizes if size > 0)
+    least = -(-fixed // processes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    fitting = [n for n in range(1, (cores or 1) + 1) if n % multiple == 0 and batch_size % n == 0]
-    jax.config.update("jax_num_cpu_devices", max(fitting, default=multiple))
+    fitting = [
+        n
+        for n in range(1, (cores or 1) + 1)
+        if n * processes % fixed == 0 and batch_size % (n * processes) == 0
+    ]
+    devices = max(fitting, default=least) if -1 in sizes else least
+    jax.config.update("jax_num_cpu_devices", devices)
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
     """A mesh over all devices of all processes; one size may be -1, for what the others leave.
 
-    Raises ConfigError if the sizes do not multiply to the number of devices.
+    Raises ValueError if the sizes do not multiply to the number of devices.
     """
     sizes = dict(zip(MESH_AXES, (data, fsdp, tensor)))
     devices = jax.device_count()
     asked = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     free = [axis for axis, size in sizes.items() if size == -1]
-    fixed = 1
-    for size in sizes.values():
-        fixed *= size if size != -1 else 1
+    fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(free) > 1:
-        raise ConfigError(f"{asked}: only one of them can be -1")
+        raise ValueError(f"{asked}: only one of them can be -1")
     if free:
         sizes[free[0]] = devices // fixed
     if fixed * (sizes[free[0]] if free else 1) != devices:
-        raise ConfigError(f"{asked} does not cover {devices} devices: they must multiply to that")
+        raise ValueError(f"{asked} does not cover {devices} devices: they must multiply to that")
     return jax.make_mesh(
         tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
     )
@@ -66,39 +72,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Me
 
 def axis_size(mesh: jax.sharding.Mesh, logical: str) -> int:
     """Devices over which a logical axis is split."""
-    size = 1
-    for axis in RULES.get(logical, ()):
-        size *= mesh.shape[axis]
-    return size
-
-
-def check_fits(config: Config, vocab_size: int | None, mesh: jax.sharding.Mesh) -> None:
-    """Raises ConfigError where a size does not split evenly over the mesh.
-
-    `vocab_size` is None as long as it is not known.
-    """
-    model, train = config.model, config.train
-    rows = train.batch_size // train.accumulation
-    sizes = {
-        f"train.batch_size/train.accumulation={rows}": (rows, "batch"),
-        f"model.width={model.width}": (model.width, "embed"),
-        f"model.num_heads={model.num_heads}": (model.num_heads, "heads"),
-        f"model.num_kv_heads={model.num_kv_heads}": (
-            model.num_kv_heads or model.num_heads,
-            "kv_heads",
-        ),
-        f"model.ff_width={model.ff_width}": (model.ff_width or 4 * model.width, "ff"),
-    }
-    if vocab_size is not None:
-        sizes[f"the vocabulary of {vocab_size}"] = (vocab_size, "vocab")
-    for what, (size, logical) in sizes.items():
-        devices = axis_size(mesh, logical)
-        if size % devices:
-            axes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in RULES[logical])
-            raise ConfigError(
-                f"{what} does not divide by the {devices} devices of {axes}: "
-                f"choose a multiple of {devices}, or another mesh"
-            )
+    return math.prod(mesh.shape[axis] for axis in RULES.get(logical, ()))
 
 
 def partition_spec(*logical: str | None) -> PartitionSpec:

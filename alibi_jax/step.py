@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from alibi_jax import sharding
-from alibi_jax.config import Config
+from alibi_jax.config import Config, ConfigError
 from alibi_jax.losses import token_nll, weighted_sum
 from alibi_jax.model import abstract_model, initial_params
 from alibi_jax.optimizers import make_optimizer
@@ -65,6 +65,31 @@ def summed_gradients(
     return total, count, grads
 
 
+def check_fits(config: Config, vocab_size: int, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError where a size does not split evenly over the mesh."""
+    model, train = config.model, config.train
+    rows = train.batch_size // train.accumulation
+    sizes = {
+        f"train.batch_size/train.accumulation={rows}": (rows, "batch"),
+        f"model.width={model.width}": (model.width, "embed"),
+        f"model.num_heads={model.num_heads}": (model.num_heads, "heads"),
+        f"model.num_kv_heads={model.num_kv_heads}": (
+            model.num_kv_heads or model.num_heads,
+            "kv_heads",
+        ),
+        f"model.ff_width={model.ff_width}": (model.ff_width or 4 * model.width, "ff"),
+        f"the vocabulary of {vocab_size}": (vocab_size, "vocab"),
+    }
+    for what, (size, logical) in sizes.items():
+        devices = sharding.axis_size(mesh, logical)
+        if size % devices:
+            axes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in sharding.RULES[logical])
+            raise ConfigError(
+                f"{what} does not divide by the {devices} devices of {axes}: "
+                f"choose a multiple of {devices}, or another mesh"
+            )
+
+
 @dataclasses.dataclass
 class Trainer:
     """A configuration's jitted functions, on a mesh."""
@@ -75,7 +100,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         config = self.config
-        sharding.check_fits(config, self.vocab_size, self.mesh)
+        check_fits(config, self.vocab_size, self.mesh)
         self.graphdef, abstract_params = abstract_model(config, self.vocab_size, self.mesh)
         self.tx = make_optimizer(config.optimizer, config.train.steps)
         replicated = sharding.named_sharding(self.mesh)

@@ -3,14 +3,12 @@
 import dataclasses
 import math
 import pathlib
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 from alibi_jax import sharding
@@ -18,47 +16,14 @@ from alibi_jax.checkpoints import Checkpoints, Metadata
 from alibi_jax.config import Config, ConfigError, flatten, from_dict
 from alibi_jax.data.builders import open_documents
 from alibi_jax.data.streams import token_stream
-from alibi_jax.data.tokenizers import Tokenizer, make_tokenizer
+from alibi_jax.data.tokenizers import ByteTokenizer, Tokenizer, make_tokenizer
 from alibi_jax.data.windows import TrainingBatches
 from alibi_jax.metrics import MetricsWriter
 from alibi_jax.optimizers import make_schedule
+from alibi_jax.processes import StopRequest, first_then_all
 from alibi_jax.provenance import provenance
 from alibi_jax.scoring import Protocol, Scorer
-from alibi_jax.step import StepMetrics, Trainer, TrainState
-
-
-class StopRequest:
-    """Whether someone asked the run to end, agreed on by all processes; a context manager.
-
-    A single process listens for SIGTERM and Ctrl-C itself; a second signal is not held back.
-    Several ask the coordination service, which names one step to all.
-    """
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "StopRequest":
-        if jax.process_count() == 1:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
-
-    def _ask(self, number: int, frame: Any) -> None:
-        self._asked = True
-        self.__exit__()
-
-    def at(self, step: int) -> bool:
-        """Whether to stop after this step."""
-        if jax.process_count() > 1:
-            return bool(multihost_utils.reached_preemption_sync_point(step))
-        return self._asked
-
+from alibi_jax.step import StepMetrics, Trainer, TrainState, check_fits
 
 # Keys that may differ between a run and its resumption; every other one shapes the numbers.
 _FREE_TO_CHANGE = (
@@ -106,14 +71,16 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     """
     config.check()
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
-    # What does not depend on the vocabulary is refused before any text is read.
-    sharding.check_fits(config, None, mesh)
+    bpe = config.data.tokenizer == "bpe"
+    check_fits(config, config.data.vocab_size if bpe else ByteTokenizer.vocab_size, mesh)
+    if workdir.exists() and not workdir.is_dir():
+        raise ConfigError(f"--workdir={workdir} is a file: give a folder, or a new name")
     saved = _latest_metadata(workdir)
     if saved is not None:
         check_same_config(saved, config, workdir)
         if saved.step >= config.train.steps:
             return saved.step
-    prepared = _on_one_process_first(lambda: _prepare(config))
+    prepared = first_then_all("data", lambda: _prepare(config))
     if saved is not None:
         check_same_text(saved, prepared.text, prepared.tokenizer, workdir)
     trainer = Trainer(config, prepared.tokenizer.vocab_size, mesh)
@@ -160,14 +127,6 @@ def _prepare(config: Config) -> _Prepared:
     )
 
 
-def _on_one_process_first(prepare: Callable[[], Any]) -> Any:
-    """Process 0 prepares; the others then find it done or, where disks are not shared, do it."""
-    prepared = prepare() if jax.process_index() == 0 else None
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("data prepared")
-    return prepared if jax.process_index() == 0 else prepare()
-
-
 class _Loop:
     def __init__(
         self,
@@ -209,16 +168,23 @@ class _Loop:
                 state, metrics = trainer.train_step(
                     state, trainer.device_batch(local), np.int32(step - 1)
                 )
-                # Read one step late, so that the next step is already under way.
+                # Read one step late, so that the next step is already under way; but at once
+                # where the state is used or a rate is measured.
                 if behind is not None:
-                    self._finish(*behind, state=None, bar=bar)
+                    self._read(*behind)
                 behind = (step, metrics)
-                reached = step
                 stopping = self.stop.at(step)
                 saving = step % config.checkpoint.every == 0 or step == steps or stopping
-                if saving or self._validates(step):
-                    self._finish(*behind, state=state, bar=bar)
+                if saving or self._logs(step) or step == start + 1:
+                    loss, grad_norm = self._read(step, metrics)
                     behind = None
+                    if self._logs(step):
+                        self._log(step, loss, grad_norm, state, bar)
+                    elif step == start + 1:
+                        # Its time is mostly the compiler's: the rate counts from here.
+                        self.clock = (time.perf_counter(), step)
+                bar.update(1)
+                reached = step
                 if saving:
                     self._save(step, state)
                 if stopping:
@@ -231,39 +197,40 @@ class _Loop:
             step % train.validation_every == 0 or step == train.steps
         )
 
-    def _finish(
-        self, step: int, metrics: StepMetrics, *, state: TrainState | None, bar: Any
-    ) -> None:
-        """Waits for a step, refuses what is not finite, and writes what there is to write."""
+    def _logs(self, step: int) -> bool:
         train = self.trainer.config.train
+        return step % train.log_every == 0 or step == train.steps or self._validates(step)
+
+    def _read(self, step: int, metrics: StepMetrics) -> tuple[float, float]:
+        """(loss, gradient norm) of a step, once it is done. Refuses what is not finite."""
         nll, targets, grad_norm = (float(x) for x in jax.device_get(metrics))
         loss = nll / max(targets, 1.0)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self.checkpoints.wait()
             raise FloatingPointError(
                 f"step {step}: loss {loss}, gradient norm {grad_norm}; last good checkpoint: "
                 f"{self.checkpoints.latest_step() or 'none'}. Lower optimizer.learning_rate or "
-                "lengthen optimizer.warmup_steps"
+                "lengthen optimizer.warmup_steps, in another --workdir"
             )
-        bar.update(1)
-        now = time.perf_counter()
+        return loss, grad_norm
+
+    def _log(self, step: int, loss: float, grad_norm: float, state: TrainState, bar: Any) -> None:
+        """Writes the step's line, with the held-out loss where that is due."""
+        train = self.trainer.config.train
         since, first = self.clock
-        tokens_per_second = (step - first) * train.batch_size * train.length / (now - since)
-        validates = state is not None and self._validates(step)
-        if step % train.log_every == 0 or step == train.steps or validates:
-            values = {
-                "loss": loss,
-                "tokens_per_second": tokens_per_second,
-                "learning_rate": float(self.schedule(step - 1)),
-                "grad_norm": grad_norm,
-            }
-            if validates and state is not None:
-                values |= self.validate(state.params)
-            self.writer.write(step, values)
-            bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s")
-            self.clock = (time.perf_counter(), step)
-        elif first == step - 1 and bar.n == bar.initial + 1:
-            # The first step's time is mostly the compiler's: the rate counts from here.
-            self.clock = (now, step)
+        tokens = (step - first) * train.batch_size * train.length
+        tokens_per_second = tokens / (time.perf_counter() - since)
+        values = {
+            "loss": loss,
+            "tokens_per_second": tokens_per_second,
+            "learning_rate": float(self.schedule(step - 1)),
+            "grad_norm": grad_norm,
+        }
+        if self._validates(step):
+            values |= self.validate(state.params)
+        self.writer.write(step, values)
+        bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s")
+        self.clock = (time.perf_counter(), step)
 
     def _save(self, step: int, state: TrainState) -> None:
         self.checkpoints.save(

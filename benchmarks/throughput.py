@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from alibi_jax import command_line
+from alibi_jax import command_line, processes
 
 _CONFIG = command_line.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Runs whose median is printed.")
@@ -45,7 +45,7 @@ def main() -> int:
             state, metrics = trainer.train_step(state, batch, np.int32(step))
             jax.block_until_ready((state, metrics))
             seconds.append(time.perf_counter() - begun)
-    command_line.say(f"{jax.device_count()} devices; compiling the step: {seconds[0]:.1f} s")
+    processes.say(f"{jax.device_count()} devices; compiling the step: {seconds[0]:.1f} s")
     _print("training", train.batch_size * train.length, seconds[1:])
 
     scorer = Scorer(trainer.graphdef, trainer.mesh, batch_tokens=8192)
@@ -64,7 +64,7 @@ def _print(what: str, tokens: int, seconds: list[float]) -> None:
     rate, least, most = (
         tokens / x for x in (statistics.median(seconds), max(seconds), min(seconds))
     )
-    command_line.say(f"{what}: {rate:,.0f} tokens/s (from {least:,.0f} to {most:,.0f})")
+    processes.say(f"{what}: {rate:,.0f} tokens/s (from {least:,.0f} to {most:,.0f})")
 
 
 if __name__ == "__main__":

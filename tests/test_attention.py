@@ -20,13 +20,7 @@ jitted = jax.jit(alibi_attention, static_argnames="causal")
 blockwise = importlib.import_module("alibi_jax.attention.blockwise")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Time goes into compiling, not into running: the compiler need not try hard."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.fixture(params=["dense", "blocks"])
@@ -207,6 +201,8 @@ def test_any_shape_is_the_oracle(batch, kv_heads, groups, length, more, size, ca
         value,
         slopes,
         causal=causal,
+        query_positions=jnp.arange(more, key_length),
+        key_positions=jnp.arange(key_length),
         query_segment_ids=query_ids,
         key_segment_ids=key_ids,
     )
@@ -276,7 +272,16 @@ def test_d9_bidirectional_blocks_are_the_oracle():
     cotangent = normal(4, *query.shape)
     slopes = alibi_slopes(4)
     assert_all_close(
-        with_gradients(query, key, value, cotangent, slopes, causal=False),
+        with_gradients(
+            query,
+            key,
+            value,
+            cotangent,
+            slopes,
+            causal=False,
+            query_positions=jnp.arange(37, 337),
+            key_positions=jnp.arange(337),
+        ),
         oracle(query, key, value, cotangent, slopes=slopes, causal=False),
         atol=1e-4,
         rtol=1e-4,
@@ -478,6 +483,27 @@ def test_d4_last_queries_are_the_last_rows_of_all(path):
     attend = jax.jit(functools.partial(alibi_attention, slopes=alibi_slopes(4)))
     whole = attend(query, key, value)
     np.testing.assert_allclose(attend(query[:, -7:], key, value), whole[:, -7:], atol=1e-6)
+
+
+def test_d7_bias_in_cross_attention_needs_positions():
+    """ofirpress/attention_with_linear_biases#5: no distance there has a meaning of itself."""
+    query, key, value = arrays(length=3, key_length=5)
+    slopes, positions = alibi_slopes(4), jnp.arange(5)
+    for known in ({}, {"query_positions": positions[:3]}, {"key_positions": positions}):
+        with pytest.raises(ValueError, match="between 3 queries and 5 other keys needs"):
+            alibi_attention(query, key, value, slopes, causal=False, **known)
+    placed = {"query_positions": positions[2:], "key_positions": positions}
+    np.testing.assert_allclose(
+        alibi_attention(query, key, value, slopes, causal=False, **placed),
+        oracle(query, key, value, slopes=slopes, causal=False),
+        atol=1e-5,
+    )
+    # Without a bias there is nothing to say.
+    np.testing.assert_allclose(
+        attention(query, key, value, causal=False),
+        oracle(query, key, value, causal=False),
+        atol=1e-5,
+    )
 
 
 def test_positions_feed_the_bias_alone():

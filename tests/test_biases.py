@@ -536,3 +536,7 @@ def test_t5_gradient_counts_the_pairs_of_each_bucket():
     gaps = [bucket_oracle(s - t, False) for t in range(40) for s in range(40)]
     np.testing.assert_array_equal(counts[:, 0], np.bincount(gaps, minlength=32))
     np.testing.assert_array_equal(counts[:, 1], counts[:, 0])
+
+
+def test_a_number_of_heads_may_be_numpy_s():
+    np.testing.assert_array_equal(alibi_bias(np.int64(4), 3), alibi_bias(4, 3))

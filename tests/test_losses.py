@@ -187,3 +187,15 @@ def test_what_has_weight_does_poison():
     # Or a run that diverged would go unseen.
     total, _ = weighted_sum(jnp.array([[1.0, jnp.nan]]), jnp.ones((1, 2)))
     assert jnp.isnan(total)
+
+
+def test_f11_bfloat16_gradients_are_summed_in_float32_over_chunks():
+    hidden, table, targets = arrays(16 * CHUNK, batch=1, dtype=jnp.bfloat16)
+
+    def gradient(hidden, table):
+        return jax.grad(lambda table: token_nll(hidden, table, targets).sum())(table)
+
+    exact = gradient(hidden.astype(jnp.float32), table.astype(jnp.bfloat16).astype(jnp.float32))
+    error = gradient(hidden, table.astype(jnp.float32)) - exact
+    # One chunk's own rounding, 2^-9 relative, and no more however many chunks there are.
+    assert jnp.linalg.norm(error) < 2**-8 * jnp.linalg.norm(exact)

@@ -291,6 +291,8 @@ def test_two_processes_stop_at_the_same_step(launch_two, text_config, tmp_path):
     # Parameters are spread over both processes.
     text_config.mesh.data, text_config.mesh.fsdp, text_config.mesh.tensor = 1, 4, 2
     text_config.train.steps = 100_000
+    # Steps that are not logged too, as with any larger configuration.
+    text_config.train.log_every = 2
     processes = launch_two("train.py", *train_flags(text_config, workdir))
     wait_for(lambda: len(lines(workdir)) >= 5, processes[0])
     # Only one is told.
@@ -300,3 +302,12 @@ def test_two_processes_stop_at_the_same_step(launch_two, text_config, tmp_path):
     step, state = saved_state(text_config, workdir)
     assert step == lines(workdir)[-1]["step"] < text_config.train.steps
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_what_one_process_cannot_prepare_all_processes_refuse(launch_two, text_config, tmp_path):
+    text_config.data.path = str(tmp_path / "missing.txt")
+    for process in launch_two("train.py", *train_flags(text_config, tmp_path / "run")):
+        _, errors = finish(process, code=1)
+        (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
+        assert "missing.txt' does not exist: give a text file or a folder" in line
+    assert not (tmp_path / "run").exists()

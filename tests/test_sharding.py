@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from alibi_jax.config import Config, ConfigError
 from alibi_jax.sharding import (
     axis_size,
-    check_fits,
     constrain,
     global_array,
     local_rows,
     make_mesh,
     named_sharding,
 )
+from alibi_jax.step import check_fits
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_mesh_covers_all_devices(asked, made):
     ],
 )
 def test_a_mesh_that_does_not_cover_the_devices_is_refused(asked, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         make_mesh(*asked)
 
 
@@ -80,9 +80,9 @@ def test_sizes_that_do_not_split_evenly_are_refused(mesh, key, value, message):
         check_fits(config, 256, mesh_of(*mesh))
 
 
-def test_a_vocabulary_that_does_not_split_evenly_is_refused_once_it_is_known():
+def test_a_vocabulary_that_does_not_split_evenly_is_refused():
     mesh = mesh_of(1, 1, 8)
-    check_fits(fitting_config(), None, mesh)
+    check_fits(fitting_config(), 256, mesh)
     with pytest.raises(ConfigError, match=r"the vocabulary of 257 .* 8 devices of mesh.tensor=8"):
         check_fits(fitting_config(), 257, mesh)
 
@@ -110,27 +110,33 @@ def test_a_constraint_places_only_where_there_is_a_mesh():
         assert place(x).sharding.shard_shape(x.shape) == (2, 4, 4)
 
 
-# (cores, rows, multiple) and the devices that fit.
+# (cores, rows, mesh, processes) and the devices that each process gets.
 FITTING = {
-    (6, 32, 1): 4,
-    (6, 12, 1): 6,
-    (6, 7, 1): 1,
-    (6, 8, 2): 4,
-    (6, 12, 3): 6,
-    (6, 0, 1): 6,
-    (1, 32, 1): 1,
+    (6, 32, (-1, 1, 1), 1): 4,
+    (6, 12, (-1, 1, 1), 1): 6,
+    (6, 7, (-1, 1, 1), 1): 1,
+    (6, 8, (-1, 2, 1), 1): 4,
+    (6, 12, (-1, 3, 1), 1): 6,
+    (6, 0, (-1,), 1): 6,
+    (1, 32, (-1, 1, 1), 1): 1,
+    (6, 32, (-1, 2, 1), 2): 4,
+    (6, 32, (-1, 4, 4), 2): 8,
+    # A mesh that says it all gets what it asks for, cores or not.
+    (2, 8, (2, 2, 2), 1): 8,
+    (6, 8, (1, 1, 1), 1): 1,
+    (6, 8, (2, 2, 2), 2): 4,
     # What does not fit at all is left to the mesh, which says why.
-    (6, 5, 2): 2,
-    (3, 12, 1): 3,
+    (6, 5, (-1, 2, 1), 1): 2,
+    (3, 12, (-1, 1, 1), 1): 3,
 }
 # Prints what was chosen for each case, and at the end how many devices there are.
 CHOOSE_DEVICES = """
 import json, os, sys
 import jax
 from alibi_jax.sharding import use_cpu_cores
-for cores, rows, multiple in json.loads(sys.argv[1]):
+for cores, rows, mesh, processes in json.loads(sys.argv[1]):
     os.sched_getaffinity = lambda process: set(range(cores))
-    use_cpu_cores(rows, multiple)
+    use_cpu_cores(rows, mesh, processes)
     chosen = jax.config.values["jax_num_cpu_devices"]
     print(chosen)
     jax.config.update("jax_num_cpu_devices", -1)
@@ -164,4 +170,4 @@ def test_each_core_is_a_device_as_far_as_that_divides_the_work():
     [{"JAX_NUM_CPU_DEVICES": "3"}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}],
 )
 def test_a_number_of_devices_that_is_already_chosen_stays(environment):
-    assert choose_devices([(6, 32, 1)], **environment)[-1] == 3
+    assert choose_devices([(6, 32, (-1,), 1)], **environment)[-1] == 3

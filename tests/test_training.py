@@ -15,8 +15,9 @@ from alibi_jax.config import ConfigError
 from alibi_jax.data.streams import token_stream
 from alibi_jax.data.tokenizers import ByteTokenizer
 from alibi_jax.data.windows import TrainingBatches
+from alibi_jax.processes import StopRequest
 from alibi_jax.step import Trainer, TrainState, summed_gradients
-from alibi_jax.training import StopRequest, train
+from alibi_jax.training import train
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

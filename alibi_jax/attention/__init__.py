@@ -38,7 +38,8 @@ def attention(
     gradients. Returns the dtype of `query`.
 
     Raises:
-        ValueError: where K does not divide N, or a causal query has no key of its own (T > S).
+        ValueError: where K does not divide N, a causal query has no key of its own (T > S), or
+            queries are not keys (not causal, T != S) and a bias is to guess where they stand.
     """
     length, num_heads = query.shape[1:3]
     key_length, num_kv_heads = key.shape[1:3]
@@ -46,6 +47,12 @@ def attention(
         raise ValueError(f"{num_kv_heads} key heads do not divide {num_heads} query heads")
     if causal and length > key_length:
         raise ValueError(f"causal attention of {length} queries needs as many keys: {key_length}")
+    placed = query_positions is not None and key_positions is not None
+    if bias is not None and not causal and length != key_length and not placed:
+        raise ValueError(
+            f"a bias between {length} queries and {key_length} other keys needs query_positions "
+            "and key_positions: in cross attention there is no distance to assume"
+        )
     if (query_segment_ids is None) != (key_segment_ids is None):
         raise ValueError("give segment ids of both queries and keys, or of neither")
     if key_positions is None:

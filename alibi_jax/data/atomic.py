@@ -34,8 +34,10 @@ def atomic_directory(final: Path) -> Iterator[Path]:
 def discard(directory: Path) -> None:
     """Removes a directory so that at no moment half of it stands under its name."""
     doomed = _sibling(directory)
-    directory.rename(doomed)
-    shutil.rmtree(doomed)
+    # Another process may have been first.
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _sibling(path: Path) -> Path:
