@@ -300,7 +300,7 @@ def test_two_processes_stop_at_the_same_step(launch_two, text_config, tmp_path):
     for process in processes:
         finish(process)
     step, state = saved_state(text_config, workdir)
-    assert step == lines(workdir)[-1]["step"] < text_config.train.steps
+    assert lines(workdir)[-1]["step"] == step - step % 2 < text_config.train.steps
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 
