@@ -1,6 +1,9 @@
 """A serious small run: one GPU, or an hour of two CPU cores.
 
-python train.py --config=configs/sotu.py && python eval.py --workdir=runs/sotu
+    python train.py --config=configs/sotu.py && python eval.py --workdir=runs/sotu
+
+16.4 million tokens, one and a half epochs. On two cores of an Intel Xeon it trains at 5,200
+tokens/s, so 53 minutes; it has not been run to its end yet, so no score is given.
 """
 
 from alibi_jax.config import Config

@@ -1,6 +1,10 @@
 """The default: real text and the paper's effect in a few minutes on two cores.
 
-python train.py && python eval.py --workdir=runs/tiny
+    python train.py && python eval.py --workdir=runs/tiny
+
+Expected, validation perplexity per byte: 4.532 at 128, 4.471 at 512, 4.455 at 4096. On two
+cores of an Intel Xeon training took 80 to 104 s and the evaluation 117 to 158 s, depending on
+what else the machine was doing.
 """
 
 from alibi_jax.config import Config
