@@ -100,7 +100,12 @@ class Run:
 
 
 def load_run(workdir: pathlib.Path, step: int | None = None) -> Run:
-    """The parameters of a checkpoint (default: the latest) on all devices; nothing else of it."""
+    """The parameters of a checkpoint (default: the latest) on all devices; nothing else of it.
+
+    Raises:
+        CheckpointError: where there is no such checkpoint, or it does not fit its configuration.
+        ValueError: where the text is no longer the one that it was trained on.
+    """
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.check_step(step)
         metadata = checkpoints.metadata(step)
@@ -109,6 +114,12 @@ def load_run(workdir: pathlib.Path, step: int | None = None) -> Run:
         mesh = sharding.make_mesh()
         graphdef, abstract = abstract_model(config, metadata.vocab_size, mesh)
         params = checkpoints.restore(step, params=abstract)["params"]
+    # A folder that has changed may have moved documents from one split to another.
+    if open_documents(config.data, "train").fingerprint != metadata.text:
+        raise ValueError(
+            f"{workdir} was trained on another text than data.dataset="
+            f"{config.data.dataset!r} now gives: restore that text"
+        )
     return Run(workdir, metadata, config, tokenizer, graphdef, params, mesh)
 
 
@@ -120,12 +131,6 @@ def evaluate_run(
     A length that the model or the split cannot serve gives a row that says why, under "error".
     """
     config = run.config
-    # A folder that has changed may have moved documents from one split to another.
-    if open_documents(config.data, "train").fingerprint != run.metadata.text:
-        raise ValueError(
-            f"{run.workdir} was trained on another text than data.dataset="
-            f"{config.data.dataset!r} now gives: restore that text"
-        )
     tokens = token_stream(config.data, split, run.tokenizer)
     scorer = Scorer(run.graphdef, run.mesh, batch_tokens)
     rows: list[dict[str, Any]] = []
