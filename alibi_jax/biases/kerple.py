@@ -1,0 +1,84 @@
+"""KERPLE: biases that fall with the logarithm or a power of the distance, learned by head."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from alibi_jax.biases._positions import distances, positions_by_length
+
+
+def kerple_log_bias(
+    scale: Float[Array, "N"],
+    rate: Float[Array, "N"],
+    query_length: int,
+    key_length: int | None = None,
+    *,
+    offset: int | Int[Array, ""] | None = None,
+) -> Float[Array, "N T S"]:
+    """KERPLE's logarithmic bias, −r₁·log(1 + r₂·|i−j|), of T queries over S keys.
+
+    Float32 `[N, T, S]`. `scale` is r₁ and `rate` r₂, both positive. Lengths and `offset` as in
+    `alibi_bias`. Raises ValueError as `alibi_bias`.
+
+    Chi et al. 2022 (KERPLE), section 4.
+    """
+    return kerple_log_bias_at(scale, rate, *positions_by_length(query_length, key_length, offset))
+
+
+def kerple_log_bias_at(
+    scale: Float[Array, "N"],
+    rate: Float[Array, "N"],
+    query_positions: Int[Array, "... T"],
+    key_positions: Int[Array, "... S"],
+) -> Float[Array, "... N T S"]:
+    """KERPLE's logarithmic bias, −r₁·log(1 + r₂·|i−j|), at positions i and j.
+
+    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. `scale` is r₁ and
+    `rate` r₂, both positive.
+
+    Chi et al. 2022 (KERPLE), section 4.
+    """
+    distance = distances(query_positions, key_positions)[..., None, :, :]
+    return -_by_head(scale) * jnp.log1p(_by_head(rate) * distance)
+
+
+def kerple_power_bias(
+    scale: Float[Array, "N"],
+    exponent: Float[Array, "N"],
+    query_length: int,
+    key_length: int | None = None,
+    *,
+    offset: int | Int[Array, ""] | None = None,
+) -> Float[Array, "N T S"]:
+    """KERPLE's power bias, −r₁·|i−j|^r₂, of T queries over S keys.
+
+    Float32 `[N, T, S]`. `scale` is r₁, positive, and `exponent` r₂, above 0 and at most 2; with 1
+    it is ALiBi of slope r₁. Lengths and `offset` as in `alibi_bias`. Raises ValueError as
+    `alibi_bias`.
+
+    Chi et al. 2022 (KERPLE), section 4.
+    """
+    queries, keys = positions_by_length(query_length, key_length, offset)
+    return kerple_power_bias_at(scale, exponent, queries, keys)
+
+
+def kerple_power_bias_at(
+    scale: Float[Array, "N"],
+    exponent: Float[Array, "N"],
+    query_positions: Int[Array, "... T"],
+    key_positions: Int[Array, "... S"],
+) -> Float[Array, "... N T S"]:
+    """KERPLE's power bias, −r₁·|i−j|^r₂, at positions i and j.
+
+    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. `scale` is r₁,
+    positive, and `exponent` r₂, above 0 and at most 2.
+
+    Chi et al. 2022 (KERPLE), section 4.
+    """
+    distance = distances(query_positions, key_positions)[..., None, :, :]
+    # JAX gives 0^p the derivative 0 by p, where 0^p · log 0 would be NaN.
+    return -_by_head(scale) * distance ** _by_head(exponent)
+
+
+def _by_head(parameter: Float[Array, "N"]) -> Float[Array, "N 1 1"]:
+    return jnp.asarray(parameter, jnp.float32)[:, None, None]

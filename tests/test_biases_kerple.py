@@ -1,0 +1,76 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from alibi_jax.biases import (
+    alibi_bias,
+    alibi_slopes,
+    kerple_log_bias,
+    kerple_log_bias_at,
+    kerple_power_bias,
+    kerple_power_bias_at,
+)
+
+
+def log_oracle(scale, rate, query_positions, key_positions):
+    bias = np.zeros((len(scale), len(query_positions), len(key_positions)))
+    for head, t, s in np.ndindex(*bias.shape):
+        distance = abs(int(query_positions[t]) - int(key_positions[s]))
+        bias[head, t, s] = -float(scale[head]) * math.log(1 + float(rate[head]) * distance)
+    return bias
+
+
+def power_oracle(scale, exponent, query_positions, key_positions):
+    bias = np.zeros((len(scale), len(query_positions), len(key_positions)))
+    for head, t, s in np.ndindex(*bias.shape):
+        distance = abs(int(query_positions[t]) - int(key_positions[s]))
+        bias[head, t, s] = -float(scale[head]) * distance ** float(exponent[head])
+    return bias
+
+
+def test_log_rows():
+    bias = kerple_log_bias(jnp.array([2.0]), jnp.array([3.0]), 4)[0]
+    row = [-2 * math.log(10), -2 * math.log(7), -2 * math.log(4), 0]
+    np.testing.assert_allclose(bias[3], row, rtol=3e-7)
+    np.testing.assert_array_equal(bias, bias.T)
+
+
+def test_log_of_a_small_rate_keeps_its_digits():
+    """Where 1 + rate is rounded to 1 the bias would be nothing at all."""
+    bias = kerple_log_bias(jnp.ones(1), jnp.array([1e-8]), 1, 2)
+    np.testing.assert_allclose(bias[0, 0], [-1e-8, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "row"),
+    [
+        (0.5, [-3 * math.sqrt(2), -3, 0, -3]),
+        (1, [-6, -3, 0, -3]),
+        (2, [-12, -3, 0, -3]),
+    ],
+)
+def test_power_rows(exponent, row):
+    at = jnp.array([0, 1, 2, 3])
+    bias = kerple_power_bias_at(jnp.array([3.0]), jnp.array([float(exponent)]), at[2:3], at)
+    np.testing.assert_allclose(bias[0, 0], row, rtol=3e-7)
+
+
+def test_power_of_one_is_alibi():
+    slopes = alibi_slopes(8)
+    np.testing.assert_allclose(
+        kerple_power_bias(slopes, jnp.ones(8), 16), alibi_bias(slopes, 16), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("bias", [kerple_log_bias_at, kerple_power_bias_at])
+def test_a_query_s_own_key_is_no_reason_to_learn(bias):
+    """0^p has the derivative 0 · log 0 by p; a single NaN would stop a training run."""
+    own = jnp.array([7])
+    value, gradient = jax.value_and_grad(lambda weights: bias(*weights, own, own).sum())(
+        (jnp.array([2.0]), jnp.array([0.5]))
+    )
+    assert value == 0
+    assert gradient == (0, 0)
