@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_jax.rotations import rotary, rotary_angles
+from alibi_jax.rotations import rotary, rotary_angles, rotary_frequencies
 
 quick = settings(max_examples=25, deadline=None)
+
+# One compilation for each shape, where running the operations one by one takes one for each.
+compiled = jax.jit(rotary)
 
 
 def oracle(x, positions, base=10000.0, size=None):
@@ -27,7 +30,7 @@ def normal(*shape, seed=0):
 
 
 def test_c6_angles_are_float32():
-    angles = rotary_angles(jnp.arange(2048), 32, base=10000.0)
+    angles = rotary_angles(jnp.arange(2048), rotary_frequencies(32))
     assert angles.dtype == jnp.float32
     assert angles.shape == (2048, 16)
     np.testing.assert_allclose(angles[1857, 1], 1044.26784, atol=1e-4)
@@ -86,7 +89,7 @@ def test_e2_scores_depend_on_the_distance_only():
 def test_e2_part_of_the_head_is_rotated():
     x = normal(2, 5, 3, 16)
     positions = jnp.arange(5)
-    turned = rotary(x, positions, rotary_size=8)
+    turned = rotary(x, positions, frequencies=rotary_frequencies(8))
     np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
     # The exponents are those of a head of 8, not of 16.
     np.testing.assert_array_equal(turned[..., :8], rotary(x[..., :8], positions))
@@ -95,9 +98,8 @@ def test_e2_part_of_the_head_is_rotated():
 
 def test_e3_cached_steps_are_the_whole():
     x = normal(1, 8, 2, 16)
-    step = jax.jit(rotary)
-    steps = [step(x[:, t : t + 1], jnp.array([t])) for t in range(8)]
-    np.testing.assert_allclose(jnp.concatenate(steps, 1), rotary(x, jnp.arange(8)), atol=1e-6)
+    steps = [compiled(x[:, t : t + 1], jnp.array([t])) for t in range(8)]
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), compiled(x, jnp.arange(8)), atol=1e-6)
 
 
 def test_e3_rows_at_offsets_of_their_own_are_each_row_alone():
@@ -112,10 +114,11 @@ def test_e3_rows_at_offsets_of_their_own_are_each_row_alone():
 def test_e3_sharded_positions_are_rows_of_the_whole():
     mesh = jax.make_mesh((8,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     x, positions = normal(64, 2, 16), jnp.arange(64)
-    rows = jax.shard_map(rotary, mesh=mesh, in_specs=jax.P("devices"), out_specs=jax.P("devices"))(
-        x, positions
+    sharded = jax.shard_map(
+        rotary, mesh=mesh, in_specs=jax.P("devices"), out_specs=jax.P("devices")
     )
-    np.testing.assert_allclose(rows, rotary(x, positions), atol=1e-6)
+    rows = jax.jit(sharded)(x, positions)
+    np.testing.assert_allclose(rows, compiled(x, positions), atol=1e-6)
 
 
 def test_d1_d3_padded_and_packed_positions():
@@ -134,7 +137,8 @@ def test_d1_d3_padded_and_packed_positions():
 )
 def test_rotary_is_the_oracle_and_keeps_norms(positions, pairs, base, seed):
     x = normal(2, 3, 2, 8, seed=seed)
-    turned = rotary(x, jnp.array(positions), base=base, rotary_size=2 * pairs)
+    frequencies = rotary_frequencies(2 * pairs, base=base)
+    turned = compiled(x, jnp.array(positions), frequencies=frequencies)
     assert turned.dtype == x.dtype
     np.testing.assert_allclose(turned, oracle(x, positions, base, 2 * pairs), atol=1e-3)
     np.testing.assert_allclose(
@@ -145,23 +149,36 @@ def test_rotary_is_the_oracle_and_keeps_norms(positions, pairs, base, seed):
 def test_gradient_is_the_rotation_back():
     x, pull = normal(5, 2, 8, seed=1), normal(5, 2, 8, seed=2)
     at = jnp.arange(5)
-    gradient = jax.grad(lambda x: jnp.sum(rotary(x, at) * pull))(x)
-    np.testing.assert_allclose(gradient, rotary(pull, -at), atol=1e-5)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(rotary(x, at) * pull)))(x)
+    np.testing.assert_allclose(gradient, compiled(pull, -at), atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [3, 0, -2])
-def test_odd_or_no_size_is_refused(size):
-    with pytest.raises(ValueError, match=f"{size} must be even"):
-        rotary(jnp.ones((1, 1, 8)), jnp.arange(1), rotary_size=size)
-    with pytest.raises(ValueError, match=f"{size} must be even"):
-        rotary_angles(jnp.arange(1), size, base=10000.0)
+def test_frequencies_may_be_traced():
+    x, at = normal(3, 2, 8), jnp.arange(3)
+
+    def loss(frequencies):
+        return jnp.sum(rotary(x, at, frequencies=frequencies) ** 3)
+
+    gradient = jax.jit(jax.grad(loss))(rotary_frequencies(8))
+    assert jnp.isfinite(gradient).all()
+    assert (gradient != 0).all()
+
+
+def test_exported_for_any_length():
+    batch = jax.export.symbolic_shape("T")
+    exported = jax.export.export(compiled)(
+        jax.ShapeDtypeStruct((*batch, 2, 8), jnp.float32), jax.ShapeDtypeStruct(batch, jnp.int32)
+    )
+    for length in (1, 5):
+        x, at = normal(length, 2, 8), 7 + jnp.arange(length)
+        np.testing.assert_allclose(exported.call(x, at), compiled(x, at), atol=1e-6)
 
 
 def test_odd_head_is_refused():
-    with pytest.raises(ValueError, match="7 must be even"):
+    with pytest.raises(ValueError, match="size=7 must be even"):
         rotary(jnp.ones((1, 1, 7)), jnp.arange(1))
 
 
-def test_size_above_the_head_names_both():
-    with pytest.raises(ValueError, match=r"rotary_size=10 .* 8 "):
-        rotary(jnp.ones((1, 1, 8)), jnp.arange(1), rotary_size=10)
+def test_frequencies_above_the_head_name_both():
+    with pytest.raises(ValueError, match="5 frequencies turn 10 features, more than the 8 "):
+        rotary(jnp.ones((1, 1, 8)), jnp.arange(1), frequencies=rotary_frequencies(10))
