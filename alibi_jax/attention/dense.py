@@ -11,13 +11,13 @@ _MASKED = float(jnp.finfo(jnp.float32).min)
 def dense(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
     *,
     bias: Float[Array, "*#B N T S"] | None,
-    mask: Bool[Array, "*#B T S"] | None,
+    mask: Bool[Array, "*#B #N T S"] | None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """Softmax(query · key / sqrt(H) + bias) · value over the keys where `mask` is true.
 
     Scores, bias and softmax are float32; the result has the dtype of `query`. Query head n
@@ -30,12 +30,16 @@ def dense(
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32) * (
         size**-0.5
     )
-    if bias is not None:
+
+    def in_groups(x: Array) -> Array:
         # [..., N, T, S] to [..., K, G, T, S]: the heads of a group are neighbours.
-        bias = bias.astype(jnp.float32)
-        scores += bias.reshape(*bias.shape[:-3], num_kv_heads, groups, length, key_length)
+        heads = (1, 1) if x.shape[-3] == 1 else (num_kv_heads, groups)
+        return x.reshape(*x.shape[:-3], *heads, length, key_length)
+
+    if bias is not None:
+        scores += in_groups(bias.astype(jnp.float32))
     if mask is not None:
-        mask = mask[..., None, None, :, :]
+        mask = in_groups(mask)
         # Masked after the bias is added, so that no bias can lift a key back into view.
         scores = jnp.where(mask, scores, _MASKED)
     # The floor is for a row to which the bias itself, -inf all along, leaves no key.
