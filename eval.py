@@ -17,6 +17,12 @@ _LENGTHS = flags.DEFINE_string(
 _PROTOCOLS = flags.DEFINE_string(
     "protocols", "nonoverlapping", "Any of nonoverlapping and sliding:STRIDE."
 )
+_RESCALINGS = flags.DEFINE_string(
+    "rescalings",
+    "none",
+    "Any of none, linear, ntk, yarn and dynamic_ntk, for rotary (linear for ALiBi too); the factor "
+    "is the length over the training length, or F as in linear:F.",
+)
 _SPLIT = flags.DEFINE_enum("split", "validation", ["train", "validation", "test"], "Of the corpus.")
 _STEP = flags.DEFINE_integer("step", None, "The checkpoint; default: the latest.")
 _BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 8192, "Tokens a batch, at every length.")
@@ -32,6 +38,7 @@ def main() -> int:
         [pathlib.Path(workdir) for workdir in _WORKDIR.value or []],
         lengths=_LENGTHS.value,
         protocols=_PROTOCOLS.value,
+        rescalings=_RESCALINGS.value,
         split=_SPLIT.value,
         step=_STEP.value,
         batch_tokens=_BATCH_TOKENS.value,

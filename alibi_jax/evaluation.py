@@ -15,6 +15,7 @@ from alibi_jax.data import tokenizers
 from alibi_jax.data.builders import open_documents
 from alibi_jax.data.streams import token_stream
 from alibi_jax.model import abstract_model
+from alibi_jax.rescaling import UNSCALED, Rescaling
 from alibi_jax.scoring import Protocol, Scorer, Scores
 
 # Nats whose perplexity a float64, and so the results' JSON, still holds.
@@ -124,7 +125,12 @@ def load_run(workdir: pathlib.Path, step: int | None = None) -> Run:
 
 
 def evaluate_run(
-    run: Run, lengths: list[int], protocols: list[Protocol], split: str, batch_tokens: int
+    run: Run,
+    lengths: list[int],
+    protocols: list[Protocol],
+    split: str,
+    batch_tokens: int,
+    rescaling: Rescaling = UNSCALED,
 ) -> dict[str, Any]:
     """A run's entry of results.json: a row for each protocol and length.
 
@@ -132,7 +138,15 @@ def evaluate_run(
     """
     config = run.config
     tokens = token_stream(config.data, split, run.tokenizer)
-    scorer = Scorer(run.graphdef, run.mesh, batch_tokens)
+    # The parameters are the run's; what a rescaling changes is in the graph, one for each length.
+    scorers = {
+        length: Scorer(
+            abstract_model(rescaling.at(config, length), run.metadata.vocab_size, run.mesh)[0],
+            run.mesh,
+            batch_tokens,
+        )
+        for length in lengths
+    }
     rows: list[dict[str, Any]] = []
     curves: dict[str, Any] = {}
     for protocol in protocols:
@@ -141,10 +155,11 @@ def evaluate_run(
                 "protocol": protocol.name,
                 "length": length,
                 "stride": protocol.stride or length,
+                "rescaling_factor": rescaling.factor_at(length, config.train.length),
             }
             rows.append(row)
             try:
-                scores = _score(run, scorer, tokens, protocol, length)
+                scores = _score(run, scorers[length], tokens, protocol, length)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 row["error"] = str(error).strip().splitlines()[0]
                 continue
@@ -162,6 +177,7 @@ def evaluate_run(
     return {
         "workdir": str(run.workdir),
         "position": config.model.position,
+        "rescaling": str(rescaling),
         "train_length": config.train.length,
         "step": run.metadata.step,
         "split": split,

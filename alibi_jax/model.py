@@ -1,193 +1,46 @@
 """The Flax NNX transformer: pre-norm, causal, any position method.
 
-Arrays carry their axes in the einsum strings: B batch, T length, D width, N query heads,
-K key heads, H head size, F feed-forward, V vocabulary.
+Arrays carry their axes in the einsum strings: B batch, T length, D width, V vocabulary.
 """
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax import config as configs
-from alibi_jax.attention import attention
-from alibi_jax.positions import PositionMethod, make_position_method
+from alibi_jax.layers import KeyValues, Layer, Places, dropout, make_norm
+from alibi_jax.positions import METHODS, PositionMethod, make_position_method
 from alibi_jax.sharding import constrain, named_sharding
 
-# Of the function itself, and whether it multiplies a second projection (a gated unit).
-_ACTIVATIONS = {
-    "relu": (jax.nn.relu, False),
-    "gelu": (jax.nn.gelu, False),
-    "silu": (jax.nn.silu, False),
-    "swiglu": (jax.nn.silu, True),
-    "geglu": (jax.nn.gelu, True),
-}
 
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far, in S slots of which the first `used` are taken.
 
-def dropout(
-    x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None, salt: int
-) -> Float[Array, "..."]:
-    """Zeroes a share of `x` and scales up the rest; `x` itself without a key.
-
-    `salt` tells the uses of one key apart.
+    Rows share their slots and differ in their positions: a shorter row starts with padding, whose
+    segment id is 0.
     """
-    if key is None or rate == 0.0:
-        return x
-    keep = jax.random.bernoulli(jax.random.fold_in(key, salt), 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
-
-class Projection(nnx.Module):
-    """A matrix product over named axes: float32 parameters, accumulated in float32."""
-
-    def __init__(
-        self,
-        equation: str,
-        shape: tuple[int, ...],
-        axes: tuple[str | None, ...],
-        *,
-        fan_in: int,
-        dtype: str,
-        rngs: nnx.Rngs,
-        gain: float = 1.0,
-    ):
-        kernel = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-        self.kernel = nnx.Param(kernel * (gain * fan_in**-0.5), axes=axes)
-        self.equation = equation
-        self.dtype = jnp.dtype(dtype)
-
-    def __call__(self, x: Array) -> Array:
-        """The product, in the compute dtype."""
-        # Asking for float32 and casting after: as fast on TPU, several times faster on CPU.
-        out = jnp.einsum(
-            self.equation,
-            x,
-            self.kernel[...].astype(self.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        return out.astype(self.dtype)
-
-
-class Attention(nnx.Module):
-    """Causal self-attention with grouped key heads."""
-
-    def __init__(self, config: configs.Model, *, rngs: nnx.Rngs):
-        width, heads = config.width, config.num_heads
-        kv_heads, size = config.num_kv_heads or heads, width // heads
-        make = functools.partial(Projection, dtype=config.dtype, rngs=rngs)
-        q_shape, kv_shape = (width, heads, size), (width, kv_heads, size)
-        kv_axes = ("embed", "kv_heads", None)
-        self.query = make("btd,dnh->btnh", q_shape, ("embed", "heads", None), fan_in=width)
-        self.key = make("btd,dkh->btkh", kv_shape, kv_axes, fan_in=width)
-        self.value = make("btd,dkh->btkh", kv_shape, kv_axes, fan_in=width)
-        self.out = make(
-            "btnh,nhd->btd",
-            (heads, size, width),
-            ("heads", None, "embed"),
-            fan_in=width,
-            gain=(2 * config.num_layers) ** -0.5,
-        )
-        self.dropout_rate = config.attention_dropout
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        position: PositionMethod,
-        positions: Int[Array, "*#B T"],
-        segment_ids: Int[Array, "B T"] | None,
-        dropout_key: Key[Array, ""] | None,
-    ) -> Float[Array, "B T D"]:
-        """What the layer adds to its input, in the compute dtype."""
-        query = constrain(self.query(x), "batch", None, "heads", None)
-        key = constrain(self.key(x), "batch", None, "kv_heads", None)
-        value = constrain(self.value(x), "batch", None, "kv_heads", None)
-        out = attention(
-            position.rotate(query, positions),
-            position.rotate(key, positions),
-            value,
-            bias=position.bias,
-            query_positions=positions,
-            key_positions=positions,
-            query_segment_ids=segment_ids,
-            key_segment_ids=segment_ids,
-            dropout_rate=self.dropout_rate,
-            dropout_key=dropout_key,
-        )
-        return self.out(out)
-
-
-class FeedForward(nnx.Module):
-    """Two projections with an activation between them, gated or not."""
-
-    def __init__(self, config: configs.Model, *, rngs: nnx.Rngs):
-        width, ff = config.width, config.ff_width or 4 * config.width
-        self.activation, gated = _ACTIVATIONS[config.activation]
-        make = functools.partial(Projection, dtype=config.dtype, rngs=rngs)
-        self.up = make("btd,df->btf", (width, ff), ("embed", "ff"), fan_in=width)
-        self.gate = (
-            make("btd,df->btf", (width, ff), ("embed", "ff"), fan_in=width) if gated else None
-        )
-        self.down = make(
-            "btf,fd->btd",
-            (ff, width),
-            ("ff", "embed"),
-            fan_in=ff,
-            gain=(2 * config.num_layers) ** -0.5,
-        )
-        self.dropout_rate = config.activation_dropout
-
-    def __call__(
-        self, x: Float[Array, "B T D"], dropout_key: Key[Array, ""] | None
-    ) -> Float[Array, "B T D"]:
-        """What the layer adds to its input, in the compute dtype."""
-        hidden = constrain(self.up(x), "batch", None, "ff")
-        if self.gate is None:
-            hidden = self.activation(hidden)
-        else:
-            hidden = self.activation(self.gate(x)) * hidden
-        return self.down(dropout(hidden, self.dropout_rate, dropout_key, salt=0))
-
-
-class Layer(nnx.Module):
-    """Pre-norm: x + attention(norm(x)), then x + feed-forward(norm(x))."""
-
-    def __init__(self, config: configs.Model, *, rngs: nnx.Rngs):
-        self.attention_norm = make_norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.ff_norm = make_norm(config, rngs)
-        self.ff = FeedForward(config, rngs=rngs)
-        self.dropout_rate = config.dropout
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        position: PositionMethod,
-        positions: Int[Array, "*#B T"],
-        segment_ids: Int[Array, "B T"] | None,
-        dropout_key: Key[Array, ""] | None,
-    ) -> Float[Array, "B T D"]:
-        """The residual stream after the layer."""
-        keys = [None, None] if dropout_key is None else list(jax.random.split(dropout_key))
-        with jax.named_scope("attention"):
-            out = self.attention(self.attention_norm(x), position, positions, segment_ids, keys[0])
-            x = constrain(x + dropout(out, self.dropout_rate, keys[0], salt=1), "batch", None, None)
-        with jax.named_scope("feed_forward"):
-            out = self.ff(self.ff_norm(x), keys[1])
-            x = constrain(x + dropout(out, self.dropout_rate, keys[1], salt=1), "batch", None, None)
-        return x
+    layers: tuple[KeyValues, ...]
+    positions: Int[Array, "B S"]
+    segment_ids: Int[Array, "B S"]
+    used: Int[Array, ""]
 
 
 class Transformer(nnx.Module):
     """A causal language model. Hidden states and logits are separate calls.
 
-    `max_length` is how far a learned position table reaches; nothing else depends on it.
+    `train_length` is how far a learned position table reaches, and what rescaled methods are
+    scaled from; nothing else depends on it.
     """
 
-    def __init__(self, config: configs.Model, *, vocab_size: int, max_length: int, rngs: nnx.Rngs):
+    def __init__(
+        self, config: configs.Model, *, vocab_size: int, train_length: int, rngs: nnx.Rngs
+    ):
         width = config.width
         # Standard deviation 1/sqrt(D), scaled up by sqrt(D) on the way in (Vaswani et al.
         # 2017, section 3.4): unit-variance inputs, and tied logits of unit scale.
@@ -198,23 +51,39 @@ class Transformer(nnx.Module):
             if config.tied_embeddings
             else nnx.Param(make_table(rngs.params()) * width**-0.5, axes=("vocab", "embed"))
         )
-        self.position = make_position_method(
-            config.position,
-            num_heads=config.num_heads,
-            width=width,
-            max_length=max_length,
-            rngs=rngs,
+        self.pattern = config.positions
+        # The methods that serve all layers, by name; the others are in the layers.
+        self.positions = nnx.Dict(
+            {
+                name: make_position_method(name, config, train_length=train_length, rngs=rngs)
+                for name in dict.fromkeys(self.pattern)
+                if not METHODS[name].per_layer
+            }
         )
-        self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [
+                Layer(config, self._position_of(number), train_length=train_length, rngs=rngs)
+                for number in range(config.num_layers)
+            ]
+        )
         self.norm = make_norm(config, rngs)
         self.dtype = jnp.dtype(config.dtype)
         self.dropout_rate = config.dropout
         self.remat = config.remat
 
+    def _position_of(self, layer: int) -> str:
+        return self.pattern[layer % len(self.pattern)]
+
     @property
     def unembedding(self) -> Float[Array, "V D"]:
         """What hidden states are multiplied with to give logits, float32."""
         return (self.embedding if self.output is None else self.output)[...]
+
+    @property
+    def max_length(self) -> int | None:
+        """The greatest length that the position methods can serve; None: any."""
+        limits = [method.max_length for method in self.positions.values()]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def hidden_states(
         self,
@@ -222,13 +91,13 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array, "*#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        dropout_key: Key[Array, ""] | None = None,
+        training_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T D"]:
         """The last layer's normalised output, in the compute dtype.
 
         `positions` default to 0, 1, 2, ...; with `segment_ids` (packing, padding: 0 is
-        padding) they count from each segment's start. Attention is causal by index. Dropout
-        happens with a key only.
+        padding) they count from each segment's start. Attention is causal by index. With a
+        `training_key` there is dropout, and positions are drawn where the method draws them.
         """
         if positions is None:
             positions = (
@@ -236,25 +105,68 @@ class Transformer(nnx.Module):
                 if segment_ids is None
                 else segment_positions(segment_ids)
             )
-        # Gathered whole: looked up in a table split both ways, rows would be assembled one by one.
-        # In float32: the gradient adds up a row for each time that a token occurs.
-        table = constrain(self.embedding[...], None, None)
-        x = table[tokens] * math.sqrt(table.shape[1])
-        x = self.position.embed(x.astype(self.dtype), positions)
-        x = constrain(x, "batch", None, None)
-        x = dropout(x, self.dropout_rate, dropout_key, salt=0)
-        for number, layer in enumerate(self.layers, start=1):
-            run = functools.partial(
-                layer,
-                position=self.position,
-                positions=positions,
-                segment_ids=segment_ids,
-                dropout_key=None
-                if dropout_key is None
-                else jax.random.fold_in(dropout_key, number),
+        if training_key is not None:
+            # Past the numbers of the embedding's and the layers' dropout.
+            key = jax.random.fold_in(training_key, len(self.layers) + 1)
+            for method in self.positions.values():
+                positions = method.training_positions(positions, key, tokens.shape[0])
+        places = Places(positions, positions, segment_ids, segment_ids, 0)
+        return self._run(tokens, places, None, training_key)[0]
+
+    def init_cache(self, batch_size: int, capacity: int) -> Cache:
+        """An empty cache of so many slots a row; `decode` fills it."""
+        slots = jnp.zeros((batch_size, capacity), jnp.int32)
+
+        def empty(layer: Layer, position: PositionMethod) -> KeyValues:
+            projections = layer.attention.key, layer.attention.value
+            key, value = (
+                jnp.zeros((batch_size, capacity, *p.kernel.shape[1:]), self.dtype)
+                for p in projections
             )
-            x = jax.checkpoint(run)(x) if self.remat else run(x)
-        return self.norm(x)
+            gates = position.num_gates
+            return KeyValues(
+                key, value, jnp.zeros((batch_size, capacity, gates)) if gates else None
+            )
+
+        layers = tuple(empty(layer, position) for layer, position in self._layers())
+        return Cache(layers, slots, slots, jnp.int32(0))
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache,
+        *,
+        real: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """`hidden_states` of the next tokens of each row, and the cache with them in it.
+
+        In chunks of any sizes the outputs are those of the whole. `real` is false for padding,
+        before which a row's positions do not count. Past the cache's end outputs are NaN.
+
+        Raises:
+            ValueError: where it is known while tracing that the tokens don't fit into the cache.
+        """
+        batch_size, length = tokens.shape
+        capacity = cache.positions.shape[1]
+        end = cache.used + length
+        if length > capacity or (not isinstance(end, jax.core.Tracer) and end > capacity):
+            raise ValueError(
+                f"{length} more tokens don't fit into a cache of {capacity} slots, "
+                f"{cache.used} of them taken: make it larger"
+            )
+        if real is None:
+            real = jnp.ones((batch_size, length), bool)
+        ids = real.astype(jnp.int32)
+        before = cache.segment_ids.sum(axis=1, keepdims=True)
+        positions = jnp.maximum(before + jnp.cumsum(ids, axis=1) - 1, 0)
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+        key_positions = write(cache.positions, positions, cache.used)
+        key_ids = write(cache.segment_ids, ids, cache.used)
+        places = Places(positions, key_positions, ids, key_ids, cache.used)
+        hidden, layers = self._run(tokens, places, cache.layers, None)
+        # A slice written past the end would have been moved back over the last slots.
+        hidden = jnp.where(end <= capacity, hidden, jnp.nan)
+        return hidden, Cache(layers, key_positions, key_ids, end)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32. Losses project chunk by chunk instead (`losses.token_nll`)."""
@@ -265,11 +177,42 @@ class Transformer(nnx.Module):
             preferred_element_type=jnp.float32,
         )
 
+    def _layers(self) -> list[tuple[Layer, PositionMethod]]:
+        """Each layer with its position method, its own or one that it shares."""
+        return [
+            (layer, layer.attention.position or self.positions[self._position_of(number)])
+            for number, layer in enumerate(self.layers)
+        ]
 
-def make_norm(config: configs.Model, rngs: nnx.Rngs) -> Any:
-    """LayerNorm or RMSNorm over the width: statistics float32, result in the compute dtype."""
-    kind = nnx.LayerNorm if config.norm == "layernorm" else nnx.RMSNorm
-    return kind(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+    def _run(
+        self,
+        tokens: Int[Array, "B T"],
+        places: Places,
+        cached: tuple[KeyValues, ...] | None,
+        training_key: Key[Array, ""] | None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+        # Gathered whole: looked up in a table split both ways, rows would be assembled one by one.
+        # In float32: the gradient adds up a row for each time that a token occurs.
+        table = constrain(self.embedding[...], None, None)
+        x = (table[tokens] * math.sqrt(table.shape[1])).astype(self.dtype)
+        for method in self.positions.values():
+            x = method.embed(x, places.query_positions)
+        x = constrain(x, "batch", None, None)
+        x = dropout(x, self.dropout_rate, training_key, salt=0)
+        kept = []
+        for number, (layer, position) in enumerate(self._layers()):
+            run = functools.partial(
+                layer,
+                position=position,
+                places=places,
+                cached=cached[number] if cached else None,
+                training_key=None
+                if training_key is None
+                else jax.random.fold_in(training_key, number + 1),
+            )
+            x, keys = jax.checkpoint(run)(x) if self.remat else run(x)
+            kept.append(keys)
+        return self.norm(x), tuple(kept)
 
 
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -282,7 +225,7 @@ def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 def make_model(config: configs.Config, vocab_size: int, rngs: nnx.Rngs) -> Transformer:
     """The model of a whole configuration; learned positions reach to the training length."""
     return Transformer(
-        config.model, vocab_size=vocab_size, max_length=config.train.length, rngs=rngs
+        config.model, vocab_size=vocab_size, train_length=config.train.length, rngs=rngs
     )
 
 

@@ -12,6 +12,7 @@ import jax
 
 from alibi_jax import evaluation
 from alibi_jax.provenance import provenance
+from alibi_jax.rescaling import parse_rescalings
 
 # Okabe & Ito (2008): told apart by the colour-blind; markers and dashes tell the lines apart
 # without any colour.
@@ -25,6 +26,7 @@ def evaluate(
     *,
     lengths: str,
     protocols: str,
+    rescalings: str,
     split: str,
     step: int | None,
     batch_tokens: int,
@@ -32,7 +34,8 @@ def evaluate(
 ) -> int:
     """Evaluates runs, writes results.json, results.csv and figures, prints the table.
 
-    `lengths` and `protocols` are as on the command line. Returns the exit code: 1 where a row
+    `lengths`, `protocols` and `rescalings` are as on the command line; a rescaling is for the
+    runs that it applies to. Returns the exit code: 1 where a row
     has no number.
 
     Raises:
@@ -43,14 +46,23 @@ def evaluate(
     if batch_tokens < 1:
         raise ValueError(f"--batch_tokens={batch_tokens} must be at least 1")
     parsed = evaluation.parse_protocols(protocols)
+    ways = parse_rescalings(rescalings)
     runs = [evaluation.load_run(workdir, step) for workdir in workdirs]
     grids = [evaluation.parse_lengths(lengths, run.config.train.length) for run in runs]
     for grid in grids:
         evaluation.check_strides(parsed, grid)
+    for way in ways:
+        if not any(way.applies_to(run.config) for run in runs):
+            positions = ", ".join(sorted({run.config.model.position for run in runs}))
+            raise ValueError(
+                f"--rescalings={rescalings}: {way.name} is not for {positions}: leave it out"
+            )
     results = provenance() | {
         "runs": [
-            evaluation.evaluate_run(run, grid, parsed, split, batch_tokens)
+            evaluation.evaluate_run(run, grid, parsed, split, batch_tokens, way)
             for run, grid in zip(runs, grids)
+            for way in ways
+            if way.applies_to(run.config)
         ]
     }
     if jax.process_index() == 0:
@@ -70,11 +82,13 @@ def table(results: dict[str, Any]) -> str:
         protocol = row["protocol"]
         if protocol == "sliding":
             protocol += f":{row['stride']}"
-        name = (run["workdir"], run["position"], str(run["train_length"]), protocol)
+        name = (run["workdir"], _label(run), str(run["train_length"]), protocol)
         cells = lines.setdefault(name, {})
         if "error" in row:
             cells[row["length"]] = "—"
-            notes.append(f"{run['workdir']}, {protocol} at {row['length']}: {row['error']}")
+            notes.append(
+                f"{run['workdir']}{_suffix(run)}, {protocol} at {row['length']}: {row['error']}"
+            )
         else:
             cells[row["length"]] = f"{row['perplexity']:.3f}"
     cells_by_line = [header] + [
@@ -91,6 +105,15 @@ def table(results: dict[str, Any]) -> str:
     body = [aligned(cells_by_line[0]), rule, *map(aligned, cells_by_line[1:])]
     split = ", ".join(sorted({run["split"] for run in results["runs"]}))
     return "\n".join([f"perplexity per token, {split} split", *body, *notes])
+
+
+def _suffix(run: dict[str, Any]) -> str:
+    return "" if run["rescaling"] == "none" else f"+{run['rescaling']}"
+
+
+def _label(run: dict[str, Any]) -> str:
+    """The position method, and how it was rescaled, if it was."""
+    return run["position"] + _suffix(run)
 
 
 def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
@@ -117,7 +140,7 @@ def _whole(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> pathlib.P
 
 
 def _write_csv(results: dict[str, Any], path: pathlib.Path) -> None:
-    about = ("workdir", "position", "train_length", "step", "split")
+    about = ("workdir", "position", "rescaling", "train_length", "step", "split")
     rows = [
         {**{name: run[name] for name in about}, **row}
         for run in results["runs"]
@@ -151,7 +174,7 @@ def _draw(results: dict[str, Any], protocol: str, path: pathlib.Path) -> None:
             }
         )
     ]
-    same_position = len({run["position"] for run in results["runs"]}) < len(results["runs"])
+    same_position = len({_label(run) for run in results["runs"]}) < len(results["runs"])
     for number, (run, stride) in enumerate(lines):
         points = sorted(
             (row["length"], row["perplexity"])
@@ -160,7 +183,7 @@ def _draw(results: dict[str, Any], protocol: str, path: pathlib.Path) -> None:
         )
         if not points:
             continue
-        label = run["position"]
+        label = _label(run)
         if same_position:
             label += f" ({pathlib.Path(run['workdir']).name})"
         if several:
@@ -176,7 +199,8 @@ def _draw(results: dict[str, Any], protocol: str, path: pathlib.Path) -> None:
             label=label,
             color=_COLOURS[number % len(_COLOURS)],
             marker=_MARKERS[number % len(_MARKERS)],
-            linestyle=_DASHES[number % len(_DASHES)],
+            # Moved on by one with each round, so that more lines than colours differ too.
+            linestyle=_DASHES[(number + number // len(_COLOURS)) % len(_DASHES)],
             markersize=6,
             markeredgecolor="white",
             markeredgewidth=0.7,

@@ -149,16 +149,14 @@ class Trainer:
     def _train_step(
         self, state: TrainState, batch: Batch, step: Int[Array, ""]
     ) -> tuple[TrainState, StepMetrics]:
-        model = self.config.model
-        has_dropout = any((model.dropout, model.attention_dropout, model.activation_dropout))
-        # A stream of its own, so that dropout is not drawn from the key of the parameters.
+        # A stream of its own, so that nothing is drawn from the key of the parameters.
         key = jax.random.fold_in(jax.random.key(self.config.train.seed), 1)
         key = jax.random.fold_in(key, step)
 
         def loss(params: Any, batch: Batch, micro_batch: Array) -> tuple[Array, Array]:
             model = nnx.merge(self.graphdef, params)
-            dropout_key = jax.random.fold_in(key, micro_batch) if has_dropout else None
-            hidden = model.hidden_states(batch["inputs"], dropout_key=dropout_key)
+            training_key = jax.random.fold_in(key, micro_batch)
+            hidden = model.hidden_states(batch["inputs"], training_key=training_key)
             nll = token_nll(hidden, model.unembedding, batch["targets"])
             return weighted_sum(nll, batch.get("weights"))
 

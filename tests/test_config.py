@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alibi_jax import config as configs
-from alibi_jax.config import Config, ConfigError, Model, check_key, flatten, from_dict, nearest
+from alibi_jax.config import (
+    Config,
+    ConfigError,
+    Model,
+    check_key,
+    checks,
+    flatten,
+    from_dict,
+    nearest,
+)
 from alibi_jax.positions import METHODS
 
 SECTIONS = [field.name for field in dataclasses.fields(Config)]
@@ -50,6 +59,23 @@ def test_every_choice_is_accepted(position, activation):
     changed(model__position=position, model__activation=activation).check()
 
 
+@pytest.mark.parametrize("position", ["rotary,none", "alibi, t5", "fox,fire,none", "none,none"])
+def test_patterns_of_positions_are_accepted(position):
+    config = changed(model__position=position)
+    config.check()
+    assert config.model.positions == tuple(position.replace(" ", "").split(","))
+
+
+@pytest.mark.parametrize(
+    ("rescaling", "position"),
+    [(name, position) for name, applies in configs.RESCALINGS.items() for position in applies],
+)
+def test_rescalings_are_accepted_where_they_apply(rescaling, position):
+    changed(
+        model__position=position, model__rescaling=rescaling, model__rescaling_factor=8
+    ).check()
+
+
 def test_the_positions_that_can_be_chosen_are_those_that_exist():
     assert set(configs.POSITIONS) == set(METHODS)
 
@@ -86,7 +112,7 @@ def test_sections_are_not_shared():
         (lambda: from_dict({"model": {"num_head": 8}}), "model.num_head: .*'num_heads'"),
         (lambda: check_key("model.positon"), "model.positon: .*'position'"),
         (lambda: check_key("modle.position"), "config.modle: .*'model'"),
-        (lambda: check_key("model"), "model: a whole section; .*position, num_layers"),
+        (lambda: check_key("model"), "model: a whole section; .*position, .*num_layers"),
         (lambda: check_key("model.position.x"), "model.position.x: no such key"),
     ],
 )
@@ -137,13 +163,13 @@ def test_a_section_of_another_kind_is_refused():
         Config().data = Model()
 
 
-NOT_NEGATIVE = sorted(configs._LEAST)
+NOT_NEGATIVE = sorted(checks._LEAST)
 
 
 @pytest.mark.parametrize("key", NOT_NEGATIVE)
 def test_values_below_the_least_are_refused(key):
     section, name = key.split(".")
-    least = configs._LEAST[key]
+    least = checks._LEAST[key]
     message = refusal(changed(**{f"{section}__{name}": least - 1}))
     assert f"{key}={least - 1}" in message
     assert str(least) in message
@@ -167,7 +193,7 @@ def test_every_number_has_a_least_value():
     assert numbers - {"mesh.data", "mesh.fsdp", "mesh.tensor"} <= set(NOT_NEGATIVE)
 
 
-@pytest.mark.parametrize("key", configs._BELOW_ONE)
+@pytest.mark.parametrize("key", checks._BELOW_ONE)
 def test_shares_stay_below_one(key):
     assert f"{key}=1.0" in refusal(changed(**{key.replace(".", "__"): 1.0}))
     changed(**{key.replace(".", "__"): 0.999}).check()
@@ -186,6 +212,40 @@ def test_shares_stay_below_one(key):
             {"model__position": "sinusoidal", "model__width": 9, "model__num_heads": 3},
             ("sinusoidal", "even", "9"),
         ),
+        ({"model__position": "transformer_xl", "model__width": 9, "model__num_heads": 3}, ("even",)),
+        ({"model__position": "xpos", "model__num_heads": 128}, ("xpos", "even")),
+        (
+            {"model__position": "rotary,nune"},
+            ("model.position='rotary,nune'", "'nune'", "did you mean 'none'?"),
+        ),
+        ({"model__position": "rotary,,none"}, ("model.position='rotary,,none'", "''")),
+        (
+            {"model__position": "alibi,learned"},
+            ("model.position='alibi,learned'", "'learned'", "alone"),
+        ),
+        (
+            {"model__position": "rotary,none,none,none"},
+            ("model.position='rotary,none,none,none'", "model.num_layers=3"),
+        ),
+        (
+            {"model__position": "randomized", "model__randomized_range": 100},
+            ("model.randomized_range=100", "train.length=128"),
+        ),
+        (
+            {"model__position": "alibi", "model__rescaling": "yarn"},
+            ("model.rescaling='yarn'", "rotary", "model.position='alibi'"),
+        ),
+        (
+            {
+                "model__position": "rotary",
+                "model__rescaling": "ntk",
+                "model__num_heads": 64,
+            },
+            ("model.rescaling='ntk'", "4", "2"),
+        ),
+        ({"model__rescaling_factor": 0.5}, ("model.rescaling_factor=0.5", "1")),
+        ({"model__rotary_fraction": 0.0}, ("model.rotary_fraction=0.0", "above 0")),
+        ({"model__rotary_fraction": 1.5}, ("model.rotary_fraction=1.5", "at most 1")),
         (
             {"train__accumulation": 5},
             ("train.accumulation=5", "train.batch_size=32", "1, 2, 4, 8, 16, 32"),
@@ -208,9 +268,9 @@ def test_values_that_do_not_fit_each_other_are_refused(values, parts):
         assert part in message
 
 
-@pytest.mark.parametrize("key", sorted(configs._CHOICES))
+@pytest.mark.parametrize("key", sorted(checks._CHOICES))
 def test_a_choice_that_does_not_exist_is_refused_with_the_nearest(key):
-    choices = configs._CHOICES[key]
+    choices = checks._CHOICES[key]
     section, name = key.split(".")
     # A letter is doubled.
     typo = choices[0] + choices[0][-1]

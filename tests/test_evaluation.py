@@ -18,6 +18,7 @@ from alibi_jax.evaluation import (
     position_curve,
 )
 from alibi_jax.report import evaluate
+from alibi_jax.rescaling import Rescaling
 from alibi_jax.scoring import Protocol, Scores
 from alibi_jax.training import train
 
@@ -68,6 +69,7 @@ def test_the_form_of_an_entry(entry, run, workdir):
     assert {
         "workdir",
         "position",
+        "rescaling",
         "train_length",
         "step",
         "rows",
@@ -158,9 +160,32 @@ def test_other_splits(split, run):
     assert entry["rows"][0]["targets"] == len(tokens) - 1
 
 
+def test_e4_rescaled_lengths_do_not_depend_on_each_other(run, entry):
+    """huggingface/transformers#25104: after a long input, short ones stayed rescaled."""
+    protocols = [Protocol("nonoverlapping")]
+
+    def losses(lengths, rescaling):
+        made = evaluate_run(run, lengths, protocols, "validation", 512, rescaling)
+        assert [row["length"] for row in made["rows"]] == lengths
+        return {row["length"]: row["nll"] for row in made["rows"]}, made
+
+    growing, made = losses([2 * LENGTH, LENGTH, 4 * LENGTH], Rescaling("linear"))
+    assert made["rescaling"] == "linear"
+    assert [row["rescaling_factor"] for row in made["rows"]] == [2.0, 1.0, 4.0]
+    plain = {row["length"]: row["nll"] for row in entry["rows"][:2]}
+    assert growing[LENGTH] == plain[LENGTH]
+    assert growing[2 * LENGTH] != plain[2 * LENGTH]
+    # A fixed factor, also where the length needs none.
+    fixed, _ = losses([LENGTH, 2 * LENGTH], Rescaling("linear", 2.0))
+    assert fixed[2 * LENGTH] == growing[2 * LENGTH]
+    assert fixed[LENGTH] != plain[LENGTH]
+
+
 def test_results_are_written_and_load(workdir, tmp_path, capsys):
     given = {"lengths": "1x,100000x", "protocols": "nonoverlapping", "split": "validation"}
-    code = evaluate([workdir], **given, step=None, batch_tokens=512, out=tmp_path)
+    code = evaluate(
+        [workdir], **given, rescalings="none", step=None, batch_tokens=512, out=tmp_path
+    )
     assert code == 1
     results = json.loads((tmp_path / "results.json").read_text())
     good, bad = results["runs"][0]["rows"]
@@ -180,6 +205,8 @@ def test_results_are_written_and_load(workdir, tmp_path, capsys):
         {"protocols": "sliding:17"},
         {"lengths": "0.3x"},
         {"step": 4},
+        {"rescalings": "linar"},
+        {"rescalings": "none,yarn"},
     ],
 )
 def test_nothing_is_written_where_something_cannot_be_meant(wrong, workdir, tmp_path):
@@ -187,6 +214,7 @@ def test_nothing_is_written_where_something_cannot_be_meant(wrong, workdir, tmp_
         "workdirs": [workdir],
         "lengths": "1x",
         "protocols": "nonoverlapping",
+        "rescalings": "none",
         "split": "validation",
         "step": None,
         "batch_tokens": 512,

@@ -20,25 +20,35 @@ from alibi_jax.model import (
     make_model,
     segment_positions,
 )
-from alibi_jax.positions import PositionMethod
 
 VOCAB = 11
 # Most tests run without jit and share few shapes, batches of 2 and lengths of 9, 5 and 4: each
-# operation is compiled once for all of them.
-WITH_EFFECT = [name for name in POSITIONS if name != "none"]
+# operation is compiled once for all of them. What depends on how a method reaches the model is
+# tested with one method for each way; test_exactness.py holds every method against its paper.
+EVERY_WAY = ["alibi", "learned", "rotary", "t5", "transformer_xl", "fire", "fox", "none"]
 
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def make(position="alibi", *, vocab_size=VOCAB, max_length=32, **model):
-    """A tiny model. Learned positions weigh as much as tokens, so that tests can see them."""
+def make(position="alibi", *, vocab_size=VOCAB, train_length=32, **model):
+    """A tiny model. Learned tables weigh as much as tokens, so that tests can see them."""
     values = {"num_layers": 1, "width": 16, "num_heads": 4} | model
     config = Model(position=position, **values)
-    made = Transformer(config, vocab_size=vocab_size, max_length=max_length, rngs=nnx.Rngs(0))
-    for table in jax.tree.leaves(nnx.state(made.position), is_leaf=lambda x: hasattr(x, "shape")):
-        made.position.table[...] = normal(*table.shape)
+    made = Transformer(config, vocab_size=vocab_size, train_length=train_length, rngs=nnx.Rngs(0))
+    for method in made.positions.values():
+        if hasattr(method, "table"):
+            method.table[...] = normal(*method.table.shape)
     return made
+
+
+def without_positions(model):
+    """The model with the same parameters otherwise, and no position method."""
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params.pop("positions", None)
+    for layer in params["layers"].values():
+        layer["attention"].pop("position", None)
+    return nnx.merge(nnx.graphdef(make("none")), params)
 
 
 def normal(*shape):
@@ -106,7 +116,7 @@ def test_logits_of_a_fresh_model_are_of_unit_scale():
     assert 0.5 < logits.std() < 2
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", EVERY_WAY)
 def test_no_token_sees_the_future(position):
     model, tokens = make(position), some_tokens(2, 9)
     changed = tokens.at[:, 6:].set((tokens[:, 6:] + 1) % VOCAB)
@@ -135,7 +145,7 @@ def test_every_variant_has_finite_gradients_of_every_parameter(variant):
         model,
         some_tokens(2, 9),
         some_tokens(2, 9, seed=1),
-        dropout_key=jax.random.key(0),
+        training_key=jax.random.key(0),
         transform=(lambda function: function) if as_usual else jax.jit,
     )
     assert count == 18
@@ -149,23 +159,21 @@ def test_every_variant_has_finite_gradients_of_every_parameter(variant):
 # Position methods.
 
 
-@pytest.mark.parametrize("position", WITH_EFFECT)
+@pytest.mark.parametrize("position", sorted(set(POSITIONS) - {"none"}))
 def test_a5_every_method_has_an_effect(position):
     """sgl-project/sglang PR#16868: slopes never reached the attention."""
     tokens = some_tokens(2, 9)
     model = make(position)
     logits = logits_of(model, tokens)
-    # Same parameters otherwise.
-    model.position = PositionMethod()
-    assert jnp.abs(logits_of(model, tokens) - logits).max() > 1e-2
+    assert jnp.abs(logits_of(without_positions(model), tokens) - logits).max() > 1e-2
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", EVERY_WAY)
 def test_a5_training_without_dropout_is_evaluation(position):
     tokens, targets = some_tokens(2, 9), some_tokens(2, 9, seed=1)
     evaluated = logits_of(make(position), tokens)
     # As trained: with a key, and none of the rates above zero.
-    trained = logits_of(make(position), tokens, dropout_key=jax.random.key(0))
+    trained = logits_of(make(position), tokens, training_key=jax.random.key(0))
     np.testing.assert_array_equal(trained, evaluated)
     # As evaluated: rates, and no key.
     rates = {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
@@ -176,14 +184,14 @@ def test_a5_training_without_dropout_is_evaluation(position):
     np.testing.assert_allclose(total, nll.sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", EVERY_WAY)
 def test_a5_rematerialised_layers_are_the_same(position):
     arguments = some_tokens(2, 9), some_tokens(2, 9, seed=1)
     rates = {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
     key = jax.random.key(0)
     plain, remat = (
         loss_and_gradients(
-            make(position, remat=remat, num_layers=2, **rates), *arguments, dropout_key=key
+            make(position, remat=remat, num_layers=2, **rates), *arguments, training_key=key
         )
         for remat in (False, True)
     )
@@ -214,10 +222,10 @@ def test_a6_alibi_has_no_parameters_of_its_own():
     alibi, none = (nnx.to_pure_dict(nnx.state(make(name), nnx.Param)) for name in ("alibi", "none"))
     assert shapes(alibi) == shapes(none)
     # Nor any state besides: slopes are not in checkpoints.
-    assert not jax.tree.leaves(nnx.state(make("alibi").position))
+    assert not jax.tree.leaves(nnx.state(make("alibi").positions))
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", EVERY_WAY)
 def test_positions_are_as_given(position):
     model, tokens = make(position), some_tokens(2, 9)
     whole = logits_of(model, tokens)
@@ -228,7 +236,8 @@ def test_positions_are_as_given(position):
     np.testing.assert_allclose(rows[0], whole[0], atol=1e-5)
     alone = logits_of(model, tokens, positions=positions[1])
     np.testing.assert_allclose(rows[1], alone[1], atol=1e-5)
-    assert (jnp.abs(rows[1] - whole[1]).max() > 1e-3) == (position != "none")
+    # Gates count tokens, not positions.
+    assert (jnp.abs(rows[1] - whole[1]).max() > 1e-3) == (position not in ("fox", "none"))
 
 
 @pytest.mark.parametrize("position", ["alibi", "t5", "rotary", "none"])
@@ -241,7 +250,7 @@ def test_relative_methods_do_not_see_all_positions_move(position):
 # Padding and packing.
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", EVERY_WAY)
 def test_d1_left_padding_changes_nothing(position):
     """huggingface/transformers#26380."""
     model, tokens = make(position), some_tokens(2, 5)
@@ -256,7 +265,7 @@ def test_d1_left_padding_changes_nothing(position):
         np.testing.assert_allclose(out[0, 4:], alone[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", EVERY_WAY)
 def test_d2_loss_of_a_document_is_the_same_however_padded(position):
     model, document = make(position), some_tokens(1, 6)
     sums = []
@@ -276,7 +285,7 @@ def test_d2_loss_of_a_document_is_the_same_however_padded(position):
     assert sums[0][1] == 5
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("position", EVERY_WAY)
 def test_d3_packed_documents(position):
     """mosaicml/llm-foundry PR#738, allenai/open-instruct#669."""
     model = make(position)
@@ -334,7 +343,7 @@ def test_c4_example_of_padding_only_changes_no_gradient(position):
 
 @pytest.mark.parametrize("transform", [lambda function: function, jax.jit])
 def test_e6_learned_past_its_table_is_refused(transform):
-    model, tokens = make("learned", max_length=9), some_tokens(2, 10)
+    model, tokens = make("learned", train_length=9), some_tokens(2, 10)
     run = transform(model.hidden_states)
     with pytest.raises(ValueError, match=r"end at 9.* length of 10"):
         run(tokens)
@@ -346,7 +355,7 @@ def test_e6_learned_past_its_table_is_refused(transform):
 
 
 def test_e6_traced_positions_past_the_table_give_nan():
-    model, tokens = make("learned", max_length=9), some_tokens(2, 9)
+    model, tokens = make("learned", train_length=9), some_tokens(2, 9)
     out = jax.jit(model.hidden_states)(tokens, positions=jnp.arange(3, 12))
     assert jnp.isnan(out[:, 6:]).all()
 
@@ -373,9 +382,9 @@ def test_c1_bfloat16_model_is_near_float32_at_length_4096():
 def test_dropout_is_a_function_of_its_key(kind):
     model, tokens = make(**{kind: 0.3}), some_tokens(2, 9)
     first, second = jax.random.split(jax.random.key(0))
-    dropped = logits_of(model, tokens, dropout_key=first)
-    np.testing.assert_array_equal(logits_of(model, tokens, dropout_key=first), dropped)
-    assert not np.array_equal(logits_of(model, tokens, dropout_key=second), dropped)
+    dropped = logits_of(model, tokens, training_key=first)
+    np.testing.assert_array_equal(logits_of(model, tokens, training_key=first), dropped)
+    assert not np.array_equal(logits_of(model, tokens, training_key=second), dropped)
     np.testing.assert_array_equal(logits_of(model, tokens), logits_of(make(), tokens))
     assert not np.array_equal(logits_of(model, tokens), dropped)
 
@@ -439,10 +448,12 @@ def test_g4_parameters_fit_another_training_length(position):
     params = initial_params(short, VOCAB, jax.random.key(0))
     graphdef, wanted = abstract_model(long, VOCAB, mesh)
     if position == "learned":
-        assert shapes(params)["position"]["table"] == (32, 16)
-        assert shapes(wanted)["position"]["table"] == (128, 16)
+        assert shapes(params)["positions"]["learned"]["table"] == (32, 16)
+        assert shapes(wanted)["positions"]["learned"]["table"] == (128, 16)
         return
     assert shapes(params) == shapes(wanted)
+    if position not in EVERY_WAY:
+        return
     model = nnx.merge(graphdef, params)
     tokens = some_tokens(1, 128)
     logits = compiled_logits_of(model, tokens)
@@ -463,7 +474,7 @@ def test_initial_parameters_are_as_laid_out(position):
 
 def test_learned_positions_reach_to_the_training_length():
     model = make_model(config_of("learned", 24, width=16, num_heads=4), VOCAB, nnx.Rngs(0))
-    assert model.position.table.shape == (24, 16)
+    assert model.positions["learned"].table.shape == (24, 16)
 
 
 def test_bfloat16_gradients_of_frequent_tokens_are_summed_in_float32():
@@ -472,7 +483,7 @@ def test_bfloat16_gradients_of_frequent_tokens_are_summed_in_float32():
 
     def gradient(dtype):
         config = Model(width=16, num_heads=2, num_layers=1, position="none", dtype=dtype)
-        model = Transformer(config, vocab_size=8, max_length=256, rngs=nnx.Rngs(0))
+        model = Transformer(config, vocab_size=8, train_length=256, rngs=nnx.Rngs(0))
         graphdef, params = nnx.split(model, nnx.Param)
 
         def loss(params):

@@ -6,19 +6,66 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from alibi_jax.biases import alibi_bias, alibi_bias_at, alibi_slopes, t5_bias_at
-from alibi_jax.config import POSITIONS, ConfigError
+from alibi_jax.biases import (
+    FireWeights,
+    alibi_bias,
+    alibi_bias_at,
+    alibi_slopes,
+    fire_bias_at,
+    kerple_log_bias_at,
+    kerple_power_bias_at,
+    sandwich_bias_at,
+    sandwich_ratios,
+    t5_bias_at,
+)
+from alibi_jax.config import POSITIONS, Model
 from alibi_jax.embeddings import sinusoidal
 from alibi_jax.positions import METHODS, make_position_method
-from alibi_jax.rotations import rotary
+from alibi_jax.rotations import (
+    interpolated_frequencies,
+    ntk_frequencies,
+    rotary,
+    rotary_frequencies,
+    transformer_xl,
+    truncated_frequencies,
+    xpos,
+    yarn_frequencies,
+    yarn_temperature,
+)
 
-WIDTH, HEADS, LENGTH = 8, 4, 6
+WIDTH, HEADS, SIZE, LENGTH = 16, 4, 4, 6
+
+# Which hooks act: embed, rotate, bias, gates.
+HOOKS = {
+    "alibi": "bias",
+    "alibi_learned": "bias",
+    "sinusoidal": "embed",
+    "learned": "embed",
+    "shape": "embed",
+    "randomized": "embed",
+    "rotary": "rotate",
+    "rotary_truncated": "rotate",
+    "xpos": "rotate",
+    "transformer_xl": "rotate",
+    "t5": "bias",
+    "kerple_log": "bias",
+    "kerple_power": "bias",
+    "sandwich": "bias",
+    "fire": "bias",
+    "fox": "gates",
+    "none": None,
+}
+# Methods of which distances alone matter, by what their hook gives. Of FIRE they do not.
+RELATIVE_BIASES = ["alibi", "alibi_learned", "t5", "kerple_log", "kerple_power", "sandwich"]
+FIXED = [
+    "alibi", "sinusoidal", "shape", "randomized", "rotary", "rotary_truncated", "xpos",
+    "sandwich", "none",
+]  # fmt: skip
 
 
-def method(name, max_length=LENGTH):
-    return make_position_method(
-        name, num_heads=HEADS, width=WIDTH, max_length=max_length, rngs=nnx.Rngs(0)
-    )
+def method(name, train_length=LENGTH, **model):
+    config = Model(position=name, width=WIDTH, num_heads=HEADS, **model)
+    return make_position_method(name, config, train_length=train_length, rngs=nnx.Rngs(0))
 
 
 def normal(*shape, dtype=jnp.float32):
@@ -26,64 +73,199 @@ def normal(*shape, dtype=jnp.float32):
 
 
 def hooks(position, positions=None):
-    """What a method's three hooks give for some embeddings, queries and positions."""
+    """What a method's hooks give for some embeddings, queries, keys and positions."""
     if positions is None:
         positions = jnp.arange(LENGTH)
-    return (
-        position.embed(normal(2, LENGTH, WIDTH), positions),
-        position.rotate(normal(2, LENGTH, HEADS, WIDTH // HEADS), positions),
-        position.bias(positions, positions),
-    )
+    query, key = normal(2, LENGTH, HEADS, SIZE), normal(2, LENGTH, HEADS, SIZE)[:, ::-1]
+    return {
+        "embed": position.embed(normal(2, LENGTH, WIDTH), positions),
+        "rotate": position.rotate(query, key, positions, positions),
+        "bias": position.bias(positions, positions),
+        "gates": position.gates(normal(2, LENGTH, WIDTH)),
+    }
 
 
 def test_every_configurable_method_is_there():
     assert set(METHODS) == set(POSITIONS)
 
 
-def test_unknown_method_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"'alibbi' is not known; did you mean 'alibi'\?"):
-        method("alibbi")
+@pytest.mark.parametrize("name", POSITIONS)
+def test_each_method_acts_in_its_own_place(name):
+    given, nothing = hooks(method(name)), hooks(method("none"))
+    for hook in given:
+        same = [np.array_equal(*pair) for pair in zip(leaves(given[hook]), leaves(nothing[hook]))]
+        acts = len(leaves(given[hook])) != len(leaves(nothing[hook])) or not all(same)
+        assert acts == (hook == HOOKS[name]), hook
 
 
-@pytest.mark.parametrize(
-    ("name", "acts"),
-    [
-        ("none", (False, False, False)),
-        ("sinusoidal", (True, False, False)),
-        ("learned", (True, False, False)),
-        ("rotary", (False, True, False)),
-        ("alibi", (False, False, True)),
-        ("t5", (False, False, True)),
-    ],
-)
-def test_each_method_acts_in_its_own_place(name, acts):
-    embedded, rotated, bias = hooks(method(name))
-    nothing = hooks(method("none"))
-    assert acts == (
-        not np.array_equal(embedded, nothing[0]),
-        not np.array_equal(rotated, nothing[1]),
-        bias is not None,
-    )
+def leaves(tree):
+    return jax.tree.leaves(tree)
+
+
+@pytest.mark.parametrize("name", [*RELATIVE_BIASES, "fire"])
+@pytest.mark.parametrize("positions", [np.arange(LENGTH), np.array([[0, 0, 1, 2], [9, 3, 5, 7]])])
+def test_biases_are_the_pure_functions(name, positions):
+    position = method(name)
+    given = jnp.asarray(positions, jnp.int32)
+    pure = {
+        "alibi": lambda: alibi_bias_at(alibi_slopes(HEADS), given, given),
+        "alibi_learned": lambda: alibi_bias_at(jnp.exp(position.log_slopes[...]), given, given),
+        "t5": lambda: t5_bias_at(position.table[...], given, given),
+        "kerple_log": lambda: kerple_log_bias_at(
+            jnp.exp(position.log_scale[...]), jnp.exp(position.log_rate[...]), given, given
+        ),
+        "kerple_power": lambda: kerple_power_bias_at(
+            jnp.exp(position.log_scale[...]),
+            2 * jax.nn.sigmoid(position.exponent_logits[...]),
+            given,
+            given,
+        ),
+        "sandwich": lambda: sandwich_bias_at(sandwich_ratios(HEADS), given, given),
+        "fire": lambda: fire_bias_at(
+            FireWeights(*(getattr(position, name)[...] for name in FireWeights._fields)),
+            given,
+            given,
+        ),
+    }
+    np.testing.assert_array_equal(position.bias(given, given), pure[name]())
 
 
 @pytest.mark.parametrize("positions", [np.arange(LENGTH), np.array([[0, 0, 1, 2], [9, 3, 5, 7]])])
-def test_hooks_are_the_pure_functions(positions):
-    positions = jnp.asarray(positions, jnp.int32)
-    length = positions.shape[-1]
-    x, query = normal(2, length, WIDTH), normal(2, length, HEADS, 2)
-    t5 = method("t5")
-    np.testing.assert_array_equal(
-        method("alibi").bias(positions, positions),
-        alibi_bias_at(alibi_slopes(HEADS), positions, positions),
-    )
-    np.testing.assert_array_equal(
-        t5.bias(positions, positions), t5_bias_at(t5.table[...], positions, positions)
-    )
-    np.testing.assert_array_equal(
-        method("rotary").rotate(query, positions), rotary(query, positions)
-    )
+def test_rotations_are_the_pure_functions(positions):
+    given = jnp.asarray(positions, jnp.int32)
+    query = normal(2, given.shape[-1], HEADS, SIZE)
+    key = query[:, ::-1]
+
+    def turned(frequencies, temperature=1.0):
+        one, other = (rotary(x, given, frequencies=frequencies) for x in (query, key))
+        return one * temperature**2, other
+
+    xl = method("transformer_xl")
+    pure = {
+        method("rotary"): turned(rotary_frequencies(SIZE)),
+        method("rotary_truncated", rotary_fraction=0.5): turned(truncated_frequencies(SIZE, 0.5)),
+        method("rotary", rescaling="linear", rescaling_factor=8.0): turned(
+            interpolated_frequencies(SIZE, 8.0)
+        ),
+        method("rotary", rescaling="ntk", rescaling_factor=8.0): turned(ntk_frequencies(SIZE, 8.0)),
+        method("rotary", rescaling="yarn", rescaling_factor=8.0): turned(
+            yarn_frequencies(SIZE, 8.0, LENGTH), yarn_temperature(8.0)
+        ),
+        method("xpos"): xpos(query, key, given, given),
+        xl: transformer_xl(
+            query,
+            key,
+            given,
+            given,
+            xl.content_bias[...],
+            xl.position_bias[...],
+            xl.kernel[...],
+        ),
+    }
+    for position, expected in pure.items():
+        for one, other in zip(position.rotate(query, key, given, given), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["alibi", "alibi_learned"])
+def test_linear_rescaling_divides_the_slopes(name):
+    """Al-Khateeb et al. 2023: position interpolation for ALiBi."""
+    positions = jnp.arange(LENGTH)
     np.testing.assert_allclose(
-        method("sinusoidal").embed(x, positions), x + sinusoidal(positions, WIDTH), atol=1e-6
+        method(name, rescaling="linear", rescaling_factor=4.0).bias(positions, positions),
+        alibi_bias_at(alibi_slopes(HEADS), positions, positions) / 4,
+        rtol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("name", ["rotary", "alibi"])
+def test_e4_a_factor_of_one_changes_nothing(name):
+    plain = hooks(method(name))
+    for rescaling in ("linear", "ntk", "yarn") if name == "rotary" else ("linear",):
+        rescaled = hooks(method(name, rescaling=rescaling, rescaling_factor=1.0))
+        for one, other in zip(leaves(rescaled), leaves(plain), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_sinusoids_are_added():
+    for positions in (jnp.arange(LENGTH), jnp.array([[0, 0, 1, 2, 3, 4], [9, 3, 5, 7, 8, 1]])):
+        x = normal(2, LENGTH, WIDTH)
+        for name in ("sinusoidal", "shape", "randomized"):
+            np.testing.assert_allclose(
+                method(name).embed(x, positions), x + sinusoidal(positions, WIDTH), atol=1e-6
+            )
+
+
+def test_shape_shifts_each_training_sequence_as_a_whole():
+    """Kiyono et al. 2021, section 3: uniformly from 0 to the greatest shift."""
+    drawn = method("shape", max_shift=3).training_positions(
+        jnp.arange(LENGTH), jax.random.key(0), 400
+    )
+    assert drawn.shape == (400, LENGTH)
+    np.testing.assert_array_equal(drawn - drawn[:, :1], np.tile(np.arange(LENGTH), (400, 1)))
+    shifts, counts = np.unique(drawn[:, 0], return_counts=True)
+    np.testing.assert_array_equal(shifts, [0, 1, 2, 3])
+    assert counts.min() > 60
+
+
+def test_randomized_draws_an_ordered_subset_for_each_training_sequence():
+    """Ruoss et al. 2023, section 3: without replacement, from the whole range."""
+    position = method("randomized", randomized_range=8)
+    drawn = position.training_positions(jnp.arange(LENGTH), jax.random.key(0), 400)
+    assert (np.diff(drawn, axis=1) > 0).all()
+    values, counts = np.unique(drawn, return_counts=True)
+    np.testing.assert_array_equal(values, np.arange(8))
+    # Each of 8 is among 6 drawn in three of four sequences.
+    np.testing.assert_allclose(counts, 300, atol=45)
+    # Packed documents count anew, from the least of the row's subset.
+    packed = jnp.array([[0, 1, 2, 0, 1, 2]])
+    of_packed = position.training_positions(packed, jax.random.key(1), 1)
+    np.testing.assert_array_equal(of_packed[0, :3], of_packed[0, 3:])
+
+
+def test_randomized_refuses_more_positions_than_its_range():
+    position = method("randomized", randomized_range=5)
+    with pytest.raises(ValueError, match="6 positions can't be drawn from a range of 5"):
+        position.training_positions(jnp.arange(LENGTH), jax.random.key(0), 1)
+
+
+@pytest.mark.parametrize("name", sorted(set(POSITIONS) - {"shape", "randomized"}))
+def test_other_methods_train_at_the_positions_given(name):
+    positions = jnp.array([[3, 1, 4]])
+    assert method(name).training_positions(positions, jax.random.key(0), 1) is positions
+
+
+def test_forget_gates_are_log_sigmoids_of_a_projection():
+    fox, x = method("fox"), normal(2, 3, WIDTH)
+    fox.gate_bias[...] = normal(HEADS)
+    logits = np.asarray(x) @ np.asarray(fox.kernel[...]) + np.asarray(fox.gate_bias[...])
+    np.testing.assert_allclose(fox.gates(x), -np.log1p(np.exp(-logits)), rtol=1e-5)
+    assert fox.num_gates == HEADS
+
+
+def test_parameters_start_where_the_authors_start_them():
+    many = Model(width=1024, num_heads=1024)
+
+    def made(name):
+        return make_position_method(name, many, train_length=2048, rngs=nnx.Rngs(0))
+
+    # chijames/KERPLE, megatron/mpu/layers.py: uniform to 2 and to 1, and not below 0.01.
+    for values, largest in [
+        (jnp.exp(made("kerple_log").log_scale[...]), 2),
+        (jnp.exp(made("kerple_log").log_rate[...]), 1),
+        (jnp.exp(made("kerple_power").log_scale[...]), 1),
+        (2 * jax.nn.sigmoid(made("kerple_power").exponent_logits[...]), 2),
+    ]:
+        assert 0.009 < values.min() < 0.05
+        assert 0.95 * largest < values.max() <= largest
+        np.testing.assert_allclose(values.mean(), largest / 2, atol=0.06)
+    # Li et al. 2023, appendix: c at 0.1, L at 512 for a training length of 2048.
+    fire = made("fire")
+    assert float(fire.rate[...]) == np.float32(0.1)
+    assert float(fire.threshold[...]) == 512
+    assert fire.hidden_kernel.shape == (32,)
+    np.testing.assert_allclose(
+        jnp.exp(made("alibi_learned").log_slopes[...]), alibi_slopes(1024), rtol=1e-5
     )
 
 
@@ -100,23 +282,26 @@ def test_embeddings_and_queries_keep_their_dtype_and_biases_are_float32(name):
     position, positions = method(name), jnp.arange(LENGTH)
     x = normal(2, LENGTH, WIDTH, dtype=jnp.bfloat16)
     assert position.embed(x, positions).dtype == jnp.bfloat16
-    query = normal(2, LENGTH, HEADS, 2, dtype=jnp.bfloat16)
-    assert position.rotate(query, positions).dtype == jnp.bfloat16
-    bias = position.bias(positions, positions)
-    assert bias is None or bias.dtype == jnp.float32
+    query = normal(2, LENGTH, HEADS, SIZE, dtype=jnp.bfloat16)
+    rotated = position.rotate(query, query, positions, positions)
+    assert [half.dtype for half in rotated] == [jnp.bfloat16] * 2
+    for added in (position.bias(positions, positions), position.gates(x)):
+        assert added is None or added.dtype == jnp.float32
 
 
 def test_c6_angles_of_bfloat16_queries_are_float32():
     """EleutherAI/gpt-neox#1003: bfloat16 has no odd integer above 256."""
-    query = jnp.ones((1, 2, 1, 2), jnp.bfloat16)
-    rotated = method("rotary").rotate(query, jnp.array([256, 257]))
+    query = jnp.ones((1, 2, 1, SIZE), jnp.bfloat16)
+    near = jnp.array([256, 257])
+    rotated, _ = method("rotary").rotate(query, query, near, near)
     assert not np.array_equal(rotated[0, 0], rotated[0, 1])
-    exact = rotary(jnp.ones((1, 1, 1, 2)), jnp.array([1857]))
-    near = method("rotary").rotate(query[:, :1], jnp.array([1857]))
-    np.testing.assert_allclose(np.asarray(near, np.float32), exact, atol=8e-3)
+    far = jnp.array([1857])
+    exact = rotary(jnp.ones((1, 1, 1, SIZE)), far)
+    for half in method("rotary").rotate(query[:, :1], query[:, :1], far, far):
+        np.testing.assert_allclose(np.asarray(half, np.float32), exact, atol=8e-3)
 
 
-@pytest.mark.parametrize("name", ["alibi", "sinusoidal", "rotary", "none"])
+@pytest.mark.parametrize("name", FIXED)
 def test_a6_fixed_methods_have_no_parameters(name):
     assert not jax.tree.leaves(nnx.state(method(name)))
 
@@ -176,27 +361,43 @@ def test_e6_decoding_at_the_end_of_the_table_is_refused():
         learned.embed(x, jnp.array([6]))
 
 
-@pytest.mark.parametrize("name", ["alibi", "sinusoidal", "rotary", "t5", "none"])
+@pytest.mark.parametrize("name", sorted(set(POSITIONS) - {"learned"}))
 def test_other_methods_reach_any_position(name):
     position, far = method(name), jnp.arange(100_000, 100_000 + LENGTH)
-    values = [x for x in hooks(position, far) if x is not None]
-    assert all(jnp.isfinite(x).all() for x in values)
+    assert position.max_length is None
+    assert all(jnp.isfinite(x).all() for x in leaves(hooks(position, far)))
 
 
-@pytest.mark.parametrize("name", ["alibi", "t5"])
+@pytest.mark.parametrize("name", RELATIVE_BIASES)
 def test_relative_biases_do_not_change_when_all_positions_move(name):
     position, near = method(name), jnp.arange(LENGTH)
-    np.testing.assert_array_equal(
-        position.bias(near + 1000, near + 1000), position.bias(near, near)
+    np.testing.assert_allclose(
+        position.bias(near + 1000, near + 1000),
+        position.bias(near, near),
+        rtol=0,
+        # Products of rounded cosines are added up, of 64 pairs; all others are exact.
+        atol=1e-5 if name == "sandwich" else 0,
     )
 
 
-def test_rotary_products_do_not_change_when_all_positions_move():
-    position, near = method("rotary"), jnp.arange(LENGTH)
-    query, key = normal(1, LENGTH, HEADS, 2), normal(1, LENGTH, HEADS, 2)[:, ::-1]
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [("rotary", 1000), ("rotary_truncated", 1000), ("xpos", 100_000), ("transformer_xl", 100_000)],
+)
+def test_products_do_not_change_when_all_positions_move(name, moved):
+    position, near = method(name), jnp.arange(LENGTH)
+    query, key = normal(1, LENGTH, HEADS, SIZE), normal(1, LENGTH, HEADS, SIZE)[:, ::-1]
 
     def products(positions):
-        rotated = position.rotate(query, positions), position.rotate(key, positions)
+        rotated = position.rotate(query, key, positions, positions)
         return jnp.einsum("btnh,bsnh->bnts", *rotated)
 
-    np.testing.assert_allclose(products(near + 1000), products(near), atol=1e-3)
+    np.testing.assert_allclose(products(near + moved), products(near), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_method_can_be_made_while_tracing(name):
+    """As for shapes alone; and what is static is the same each time, or models compile anew."""
+    one, other = (nnx.eval_shape(lambda: method(name)) for _ in range(2))
+    assert nnx.graphdef(one) == nnx.graphdef(other)
+    assert hash(nnx.graphdef(one)) == hash(nnx.graphdef(method(name)))

@@ -273,6 +273,7 @@ def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
     report.evaluate(
         [workdir],
         **asked,
+        rescalings="none",
         split="validation",
         step=None,
         batch_tokens=8192,

@@ -28,10 +28,11 @@ def row(length, perplexity, stride=None):
     return made | numbers | {"min_context": 1, "seconds": 0.5, "compile_seconds": 0.25}
 
 
-def run(position, rows, train_length=128, name=None):
+def run(position, rows, train_length=128, name=None, rescaling="none"):
     return {
         "workdir": f"runs/{name or position}",
         "position": position,
+        "rescaling": rescaling,
         "train_length": train_length,
         "step": 600,
         "split": "validation",
@@ -43,7 +44,7 @@ def run(position, rows, train_length=128, name=None):
 
 @pytest.fixture
 def six():
-    """Every method at three lengths, learned past its table at two."""
+    """Six methods at three lengths, learned past its table at two."""
     return {
         "runs": [
             run(
@@ -105,6 +106,25 @@ def test_the_columns_of_the_table_stand_below_each_other(six):
         assert numbers <= ends
 
 
+def test_rescaled_runs_have_names_of_their_own(tmp_path, figures):
+    plain = run("rotary", [row(128, 4.0), row(256, 6.0)])
+    scaled = run("rotary", [row(128, 4.0), row(256, None)], rescaling="yarn:8")
+    results = {"runs": [plain, scaled]}
+    lines = report.table(results).splitlines()
+    assert [line.split()[1] for line in lines[3:5]] == ["rotary", "rotary+yarn:8"]
+    assert lines[5].startswith("runs/rotary+yarn:8, nonoverlapping at 256: ")
+    report.write(results, tmp_path)
+    labels = [line.get_label() for line in lines_of(figures[0])]
+    assert labels == ["rotary", "rotary+yarn:8"]
+
+
+def test_more_lines_than_colours_differ(tmp_path, figures):
+    runs = [run(f"method{number}", [row(128, 4.0 + number)]) for number in range(17)]
+    report.write({"runs": runs}, tmp_path)
+    lines = lines_of(figures[0])
+    assert len({(x.get_color(), str(x._unscaled_dash_pattern)) for x in lines}) == len(runs)
+
+
 def test_what_is_written_appears_whole(six, tmp_path):
     six["runs"][0]["rows"].append(row(128, 4.25, stride=64))
     folder = tmp_path / "deep" / "eval"
@@ -142,6 +162,7 @@ def test_the_csv_is_tidy(six, tmp_path):
     assert list(first) == [
         "workdir",
         "position",
+        "rescaling",
         "train_length",
         "step",
         "split",

@@ -1,0 +1,242 @@
+"""The parts of the transformer: projections, attention, feed-forward, and a layer of both.
+
+Arrays carry their axes in the einsum strings: B batch, T queries, S keys, D width, N query heads,
+K key heads, H head size, F feed-forward.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from alibi_jax import config as configs
+from alibi_jax.attention import attention
+from alibi_jax.biases import forget_bias_at, forget_decay
+from alibi_jax.positions import METHODS, PositionMethod, make_position_method
+from alibi_jax.sharding import constrain
+
+# Of the function itself, and whether it multiplies a second projection (a gated unit).
+_ACTIVATIONS = {
+    "relu": (jax.nn.relu, False),
+    "gelu": (jax.nn.gelu, False),
+    "silu": (jax.nn.silu, False),
+    "swiglu": (jax.nn.silu, True),
+    "geglu": (jax.nn.gelu, True),
+}
+
+
+def dropout(
+    x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None, salt: int
+) -> Float[Array, "..."]:
+    """Zeroes a share of `x` and scales up the rest; `x` itself without a key.
+
+    `salt` tells the uses of one key apart.
+    """
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(jax.random.fold_in(key, salt), 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+
+class Projection(nnx.Module):
+    """A matrix product over named axes: float32 parameters, accumulated in float32."""
+
+    def __init__(
+        self,
+        equation: str,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        *,
+        fan_in: int,
+        dtype: str,
+        rngs: nnx.Rngs,
+        gain: float = 1.0,
+    ):
+        kernel = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
+        self.kernel = nnx.Param(kernel * (gain * fan_in**-0.5), axes=axes)
+        self.equation = equation
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: Array) -> Array:
+        """The product, in the compute dtype."""
+        # Asking for float32 and casting after: as fast on TPU, several times faster on CPU.
+        out = jnp.einsum(
+            self.equation,
+            x,
+            self.kernel[...].astype(self.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return out.astype(self.dtype)
+
+
+class KeyValues(NamedTuple):
+    """What a layer keeps of its tokens for later queries: keys as projected, not yet rotated."""
+
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K H"]
+    gates: Float[Array, "B S N"] | None
+
+
+class Places(NamedTuple):
+    """Where the queries and the keys of a forward pass stand, the same for all layers.
+
+    Query t is key `offset` + t.
+    """
+
+    query_positions: Int[Array, "*#B T"]
+    key_positions: Int[Array, "*#B S"]
+    query_segment_ids: Int[Array, "B T"] | None
+    key_segment_ids: Int[Array, "B S"] | None
+    offset: int | Int[Array, ""]
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with grouped key heads."""
+
+    def __init__(self, config: configs.Model, position: str, *, train_length: int, rngs: nnx.Rngs):
+        width, heads, size = config.width, config.num_heads, config.head_size
+        kv_heads = config.num_kv_heads or heads
+        make = functools.partial(Projection, dtype=config.dtype, rngs=rngs)
+        q_shape, kv_shape = (width, heads, size), (width, kv_heads, size)
+        kv_axes = ("embed", "kv_heads", None)
+        self.query = make("btd,dnh->btnh", q_shape, ("embed", "heads", None), fan_in=width)
+        self.key = make("btd,dkh->btkh", kv_shape, kv_axes, fan_in=width)
+        self.value = make("btd,dkh->btkh", kv_shape, kv_axes, fan_in=width)
+        self.out = make(
+            "btnh,nhd->btd",
+            (heads, size, width),
+            ("heads", None, "embed"),
+            fan_in=width,
+            gain=(2 * config.num_layers) ** -0.5,
+        )
+        # The layer's own method; None where one serves all layers.
+        self.position = (
+            make_position_method(position, config, train_length=train_length, rngs=rngs)
+            if METHODS[position].per_layer
+            else None
+        )
+        self.dropout_rate = config.attention_dropout
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        position: PositionMethod,
+        places: Places,
+        cached: KeyValues | None,
+        training_key: Key[Array, ""] | None,
+    ) -> tuple[Float[Array, "B T D"], KeyValues | None]:
+        """What the layer adds to its input, in the compute dtype; and the cache, if there is one.
+
+        A cache has its entries from `places.offset` on written before it is read.
+        """
+        query = constrain(self.query(x), "batch", None, "heads", None)
+        keys = KeyValues(
+            constrain(self.key(x), "batch", None, "kv_heads", None),
+            constrain(self.value(x), "batch", None, "kv_heads", None),
+            position.gates(x),
+        )
+        if cached is not None:
+            keys = cached = jax.tree.map(
+                lambda old, new: jax.lax.dynamic_update_slice_in_dim(
+                    old, new.astype(old.dtype), places.offset, axis=1
+                ),
+                cached,
+                keys,
+            )
+        key_decay = query_decay = None
+        if keys.gates is not None:
+            key_decay = forget_decay(keys.gates)
+            query_decay = jax.lax.dynamic_slice_in_dim(key_decay, places.offset, x.shape[1], axis=1)
+        query, key = position.rotate(query, keys.key, places.query_positions, places.key_positions)
+        out = attention(
+            query,
+            key,
+            keys.value,
+            bias=position.bias if key_decay is None else _decay_bias,
+            offset=places.offset,
+            query_positions=places.query_positions,
+            key_positions=places.key_positions,
+            query_segment_ids=places.query_segment_ids,
+            key_segment_ids=places.key_segment_ids,
+            query_features=query_decay,
+            key_features=key_decay,
+            dropout_rate=self.dropout_rate,
+            dropout_key=training_key,
+        )
+        return self.out(out), cached
+
+
+def _decay_bias(
+    query_positions: Array, key_positions: Array, query_decay: Array, key_decay: Array
+) -> Array:
+    return forget_bias_at(query_decay, key_decay)
+
+
+class FeedForward(nnx.Module):
+    """Two projections with an activation between them, gated or not."""
+
+    def __init__(self, config: configs.Model, *, rngs: nnx.Rngs):
+        width, ff = config.width, config.ff_width or 4 * config.width
+        self.activation, gated = _ACTIVATIONS[config.activation]
+        make = functools.partial(Projection, dtype=config.dtype, rngs=rngs)
+        self.up = make("btd,df->btf", (width, ff), ("embed", "ff"), fan_in=width)
+        self.gate = (
+            make("btd,df->btf", (width, ff), ("embed", "ff"), fan_in=width) if gated else None
+        )
+        self.down = make(
+            "btf,fd->btd",
+            (ff, width),
+            ("ff", "embed"),
+            fan_in=ff,
+            gain=(2 * config.num_layers) ** -0.5,
+        )
+        self.dropout_rate = config.activation_dropout
+
+    def __call__(
+        self, x: Float[Array, "B T D"], training_key: Key[Array, ""] | None
+    ) -> Float[Array, "B T D"]:
+        """What the layer adds to its input, in the compute dtype."""
+        hidden = constrain(self.up(x), "batch", None, "ff")
+        if self.gate is None:
+            hidden = self.activation(hidden)
+        else:
+            hidden = self.activation(self.gate(x)) * hidden
+        return self.down(dropout(hidden, self.dropout_rate, training_key, salt=0))
+
+
+class Layer(nnx.Module):
+    """Pre-norm: x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, config: configs.Model, position: str, *, train_length: int, rngs: nnx.Rngs):
+        self.attention_norm = make_norm(config, rngs)
+        self.attention = Attention(config, position, train_length=train_length, rngs=rngs)
+        self.ff_norm = make_norm(config, rngs)
+        self.ff = FeedForward(config, rngs=rngs)
+        self.dropout_rate = config.dropout
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        position: PositionMethod,
+        places: Places,
+        cached: KeyValues | None,
+        training_key: Key[Array, ""] | None,
+    ) -> tuple[Float[Array, "B T D"], KeyValues | None]:
+        """The residual stream after the layer; and the cache, if there is one."""
+        keys = [None, None] if training_key is None else list(jax.random.split(training_key))
+        with jax.named_scope("attention"):
+            out, cached = self.attention(self.attention_norm(x), position, places, cached, keys[0])
+            x = constrain(x + dropout(out, self.dropout_rate, keys[0], salt=1), "batch", None, None)
+        with jax.named_scope("feed_forward"):
+            out = self.ff(self.ff_norm(x), keys[1])
+            x = constrain(x + dropout(out, self.dropout_rate, keys[1], salt=1), "batch", None, None)
+        return x, cached
+
+
+def make_norm(config: configs.Model, rngs: nnx.Rngs) -> Any:
+    """LayerNorm or RMSNorm over the width: statistics float32, result in the compute dtype."""
+    kind = nnx.LayerNorm if config.norm == "layernorm" else nnx.RMSNorm
+    return kind(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
