@@ -83,6 +83,13 @@ def test_a1_sixteen_heads_start_and_end():
     assert slopes[-1] == 0.00390625
 
 
+def test_slopes_are_numbers_also_while_tracing():
+    """A module that is made under `jit` keeps them."""
+    kept = []
+    jax.eval_shape(lambda: kept.append(alibi_slopes(8)))
+    np.testing.assert_array_equal(kept[0], alibi_slopes(8))
+
+
 def test_a2_exponents_start_at_one():
     slopes = alibi_slopes(8)
     assert slopes[0] == 0.5

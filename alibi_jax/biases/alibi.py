@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -26,7 +27,9 @@ def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
         raise ValueError(f"num_heads={num_heads} must be at least 1")
     power = 1 << (num_heads.bit_length() - 1)
     slopes = _geometric(power) + _geometric(2 * power)[0::2][: num_heads - power]
-    return jnp.array(slopes, jnp.float32)
+    # Numbers even where this is traced: a model may be made under `jit` and keep them.
+    with jax.ensure_compile_time_eval():
+        return jnp.array(slopes, jnp.float32)
 
 
 def _geometric(num_heads: int) -> list[float]:

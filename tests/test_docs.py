@@ -1,0 +1,44 @@
+"""Every Python block that the documentation shows runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import alibi_jax
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/using-the-biases.md", "docs/positions.md")
+
+
+def blocks(page):
+    """The blocks of a page, with empty lines before them, so that errors name the page's line."""
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return ["\n" * text.count("\n", 0, block.start(1)) + block[1] for block in found]
+
+
+@pytest.mark.parametrize(
+    ("page", "source"),
+    [
+        pytest.param(page, source, id=f"{page}:{len(source) - len(source.lstrip()) + 1}")
+        for page in PAGES
+        for source in blocks(page)
+    ],
+)
+def test_a_block_runs_as_it_stands(page, source):
+    """The devices that a block asks for are those that the tests have."""
+    exec(compile(source, ROOT / page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_is_left_out(page):
+    assert len(blocks(page)) == len(re.findall(r"```py|~~~|>>> ", (ROOT / page).read_text())) > 0
+
+
+def test_the_page_names_every_bias_function():
+    page = (ROOT / "docs/using-the-biases.md").read_text()
+    table = page.partition("\n## The bias functions\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([a-z0-9]+_\w+|FireWeights)[`(]", table)) >= set(alibi_jax.__all__)
