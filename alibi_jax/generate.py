@@ -63,7 +63,7 @@ def generate(
         raise ValueError(f"{keys.shape[0]} keys for {batch_size} prompts: give one, or one each")
     graphdef, state = nnx.split(model)
     logits, cache = prefill(graphdef, state, tokens, real, length + max_new_tokens - 1)
-    new = decode(
+    new, _ = decode(
         graphdef,
         state,
         cache,
@@ -92,7 +92,7 @@ def prefill(
     return model.logits(hidden[:, -1:])[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 8, 9))
+@functools.partial(jax.jit, static_argnums=(0, 8, 9), donate_argnums=2)
 def decode(
     graphdef: Any,
     state: Any,
@@ -104,10 +104,11 @@ def decode(
     stop_token: Int[Array, ""],
     max_new_tokens: int,
     sampled: bool,
-) -> Int[Array, "B {max_new_tokens}"]:
-    """The new tokens, one after another; after a row's stop token only that.
+) -> tuple[Int[Array, "B {max_new_tokens}"], Cache]:
+    """The new tokens, one after another, and the cache, which takes the place of the one given.
 
-    Ends before `max_new_tokens` once all rows have stopped.
+    After a row's stop token come only more of it; ends before `max_new_tokens` once all rows have
+    stopped.
     """
     model = nnx.merge(graphdef, state)
 
@@ -115,7 +116,9 @@ def decode(
         if not sampled:
             return logits.argmax(axis=-1).astype(jnp.int32)
         step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
-        drawn = jax.vmap(jax.random.categorical)(step_keys, nucleus(logits / temperature, top_p))
+        # Less the greatest, so that no temperature makes an infinity of two.
+        scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
+        drawn = jax.vmap(jax.random.categorical)(step_keys, nucleus(scaled, top_p))
         return drawn.astype(jnp.int32)
 
     def put(tokens: Array, step: Array, chosen: Array) -> Array:
@@ -135,7 +138,8 @@ def decode(
     first = choose(jnp.int32(0), logits)
     tokens = jnp.full((logits.shape[0], max_new_tokens), stop_token)
     carry = (jnp.int32(1), first, put(tokens, jnp.int32(0), first), cache)
-    return jax.lax.while_loop(going_on, one_more, carry)[2]
+    _, _, tokens, cache = jax.lax.while_loop(going_on, one_more, carry)
+    return tokens, cache
 
 
 def nucleus(logits: Float[Array, "B V"], top_p: float | Float[Array, ""]) -> Float[Array, "B V"]:

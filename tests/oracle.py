@@ -1,0 +1,248 @@
+"""The whole model once more, in plain numpy and float64, written from the papers.
+
+One sequence, one head, one query and one key at a time. Pre-norm, LayerNorm, ReLU, tied
+embeddings. A parameter has the name and the shape that it has in the model.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+
+class Pair(NamedTuple):
+    """A query and a key of one head, and where they stand."""
+
+    query: np.ndarray
+    key: np.ndarray
+    i: int
+    j: int
+    head: int
+    config: object
+    train_length: int
+    weights: dict
+    # Inputs of the layer after the key's, up to the query's own.
+    between: np.ndarray
+
+    @property
+    def product(self):
+        return self.query @ self.key / math.sqrt(len(self.query))
+
+    @property
+    def distance(self):
+        return abs(self.i - self.j)
+
+
+def logits(params, config, tokens, positions, visible, *, train_length):
+    """`[T, V]` of one sequence; `visible[i, j]` where query i sees key j."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    names, shared = config.positions, params.get("positions", {})
+    table = params["embedding"]
+    x = table[tokens] * math.sqrt(config.width)
+    if names[0] in EMBEDDINGS:
+        embed, weights = EMBEDDINGS[names[0]], shared.get(names[0])
+        x = x + np.array([embed(position, config.width, weights) for position in positions])
+    for number in range(config.num_layers):
+        name, layer = names[number % len(names)], params["layers"][number]
+        weights = layer["attention"].get("position") or shared.get(name)
+        normed = norm(x, layer["attention_norm"])
+        x = x + attention(
+            normed, layer["attention"], name, weights, config, positions, visible, train_length
+        )
+        hidden = np.maximum(norm(x, layer["ff_norm"]) @ layer["ff"]["up"]["kernel"], 0)
+        x = x + hidden @ layer["ff"]["down"]["kernel"]
+    return norm(x, params["norm"]) @ table.T
+
+
+def norm(x, weights):
+    """Ba et al. 2016, equation 4."""
+    centred = x - x.mean(axis=-1, keepdims=True)
+    variance = (centred**2).mean(axis=-1, keepdims=True)
+    return centred / np.sqrt(variance + 1e-6) * weights["scale"] + weights["bias"]
+
+
+def attention(x, layer, name, weights, config, positions, visible, train_length):
+    """Vaswani et al. 2017, section 3.2; key heads shared by groups (Ainslie et al. 2023)."""
+    out = np.zeros_like(x)
+    for head in range(config.num_heads):
+        shared = head * (config.num_kv_heads or config.num_heads) // config.num_heads
+        queries = x @ layer["query"]["kernel"][:, head]
+        keys = x @ layer["key"]["kernel"][:, shared]
+        values = x @ layer["value"]["kernel"][:, shared]
+        for i in range(len(x)):
+            seen = [j for j in range(len(x)) if visible[i, j]]
+            if not seen:
+                continue
+            pairs = [
+                Pair(
+                    queries[i],
+                    keys[j],
+                    int(positions[i]),
+                    int(positions[j]),
+                    head,
+                    config,
+                    train_length,
+                    weights,
+                    x[j + 1 : i + 1],
+                )
+                for j in seen
+            ]
+            scores = np.array([SCORES.get(name, lambda pair: pair.product)(p) for p in pairs])
+            shares = np.exp(scores - scores.max())
+            out[i] += shares / shares.sum() @ values[seen] @ layer["out"]["kernel"][head]
+    return out
+
+
+def sinusoid(position, width, weights=None):
+    """Vaswani et al. 2017, section 3.5: sine and cosine in turn."""
+    angles = [position / 10000 ** (2 * k / width) for k in range(width // 2)]
+    return np.array([wave(angle) for angle in angles for wave in (math.sin, math.cos)])
+
+
+def learned(position, width, weights):
+    return weights["table"][position]
+
+
+def alibi(pair):
+    """Press et al. 2021, section 3; slopes divided by a factor, Al-Khateeb et al. 2023."""
+    slope = 2 ** (-8 * (pair.head + 1) / pair.config.num_heads)
+    return pair.product - slope / linear_factor(pair) * pair.distance
+
+
+def alibi_learned(pair):
+    slope = math.exp(pair.weights["log_slopes"][pair.head])
+    return pair.product - slope / linear_factor(pair) * pair.distance
+
+
+def linear_factor(pair):
+    return pair.config.rescaling_factor if pair.config.rescaling == "linear" else 1
+
+
+def t5(pair):
+    """Raffel et al. 2020, section 2.1, 32 buckets to distance 128, as in its code."""
+    bucket = pair.distance
+    if bucket >= 16:
+        bucket = min(16 + int(math.log(bucket / 16) / math.log(128 / 16) * 16), 31)
+    return pair.product + pair.weights["table"][bucket, pair.head]
+
+
+def kerple_log(pair):
+    """Chi et al. 2022 (KERPLE), section 4."""
+    scale, rate = (math.exp(pair.weights[name][pair.head]) for name in ("log_scale", "log_rate"))
+    return pair.product - scale * math.log(1 + rate * pair.distance)
+
+
+def kerple_power(pair):
+    """Chi et al. 2022 (KERPLE), section 4."""
+    scale = math.exp(pair.weights["log_scale"][pair.head])
+    exponent = 2 / (1 + math.exp(-pair.weights["exponent_logits"][pair.head]))
+    return pair.product - scale * pair.distance**exponent
+
+
+def sandwich(pair):
+    """Chi et al. 2023 (Sandwich): sinusoids of 128 features, a ratio of h·8/N."""
+    inner = sinusoid(pair.i, 128) @ sinusoid(pair.j, 128) - 64
+    return pair.product + inner / ((pair.head + 1) * 8 / pair.config.num_heads)
+
+
+def fire(pair):
+    """Li et al. 2023 (FIRE), section 3; absolute values and 1e-6 as in its code."""
+    weights = pair.weights
+    rate, threshold = abs(weights["rate"]), abs(weights["threshold"])
+    scale = math.log(rate * max(threshold, pair.i) + 1) + 1e-6
+    share = math.log(rate * pair.distance + 1) / scale
+    hidden = np.maximum(share * weights["hidden_kernel"] + weights["hidden_bias"], 0)
+    bias = hidden @ weights["out_kernel"][:, pair.head] + weights["out_bias"][pair.head]
+    return pair.product + bias
+
+
+def fox(pair):
+    """Lin et al. 2025 (Forgetting Transformer), section 3."""
+    kernel, bias = pair.weights["kernel"][:, pair.head], pair.weights["gate_bias"][pair.head]
+    return pair.product + sum(
+        math.log(1 / (1 + math.exp(-(x @ kernel + bias)))) for x in pair.between
+    )
+
+
+def turned_product(pair, frequencies, decay=1.0):
+    """Su et al. 2021, equation 16: complex features k and k + H/2, turned by their positions."""
+
+    def turned(x, position):
+        half = len(x) // 2
+        return (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequencies)
+
+    product = turned(pair.query, pair.i) * np.conj(turned(pair.key, pair.j))
+    return (decay * product).real.sum() / math.sqrt(len(pair.query))
+
+
+def frequencies_of(pair, base=10000.0):
+    size = len(pair.query)
+    return base ** (-2 * np.arange(size // 2) / size)
+
+
+def rotary(pair):
+    """Rescaled: Chen et al. 2023, section 3.2; Peng et al. 2023 (YaRN), sections 3.1, 3.2, 3.4."""
+    size, factor = len(pair.query), pair.config.rescaling_factor
+    frequencies = frequencies_of(pair)
+    match pair.config.rescaling:
+        case "linear":
+            return turned_product(pair, frequencies / factor)
+        case "ntk":
+            return turned_product(pair, frequencies_of(pair, 10000 * factor ** (size / (size - 2))))
+        case "yarn":
+            turns = pair.train_length / (2 * math.pi / frequencies)
+            kept = np.clip((turns - 1) / (32 - 1), 0, 1)
+            slowed = (1 - kept) * frequencies / factor + kept * frequencies
+            return (0.1 * math.log(factor) + 1) ** 2 * turned_product(pair, slowed)
+    return turned_product(pair, frequencies)
+
+
+def rotary_truncated(pair):
+    """Barbero et al. 2024, section 6: the slowest pairs stand still."""
+    frequencies = frequencies_of(pair)
+    frequencies[int(pair.config.rotary_fraction * len(frequencies)) :] = 0
+    return turned_product(pair, frequencies)
+
+
+def xpos(pair):
+    """Sun et al. 2022, section 3.2, with the exponent divided by 512 as in its code."""
+    shares = np.arange(len(pair.query) // 2) / (len(pair.query) // 2)
+    decay = ((shares + 0.4) / 1.4) ** ((pair.i - pair.j) / 512)
+    return turned_product(pair, frequencies_of(pair), decay)
+
+
+def transformer_xl(pair):
+    """Dai et al. 2019, section 3.3: terms a to d; sines first, then cosines."""
+    content, position = (pair.weights[f"{of}_bias"][pair.head] for of in ("content", "position"))
+    kernel = pair.weights["kernel"][:, pair.head]
+    width = len(kernel)
+    angles = (pair.i - pair.j) / 10000 ** (2 * np.arange(width // 2) / width)
+    relative = np.concatenate([np.sin(angles), np.cos(angles)]) @ kernel
+    score = (pair.query + content) @ pair.key + (pair.query + position) @ relative
+    return score / math.sqrt(len(pair.query))
+
+
+EMBEDDINGS = {
+    "sinusoidal": sinusoid,
+    "shape": sinusoid,
+    "randomized": sinusoid,
+    "learned": learned,
+}
+SCORES = {
+    score.__name__: score
+    for score in (
+        alibi,
+        alibi_learned,
+        t5,
+        kerple_log,
+        kerple_power,
+        sandwich,
+        fire,
+        fox,
+        rotary,
+        rotary_truncated,
+        xpos,
+        transformer_xl,
+    )
+}

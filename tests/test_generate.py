@@ -1,0 +1,225 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from alibi_jax.config import POSITIONS, Model
+from alibi_jax.generate import decode, generate, nucleus, prefill
+from alibi_jax.model import Transformer
+from alibi_jax.positions.biased import Alibi
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+VOCAB = 11
+# Padded to 5, so that each row starts somewhere else.
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [7]]
+
+
+def make(position="alibi"):
+    """A tiny model, drawn so that it does not repeat one token."""
+    config = Model(
+        position=position,
+        num_layers=1,
+        width=16,
+        num_heads=4,
+        num_kv_heads=2,
+        tied_embeddings=False,
+    )
+    # As far as five tokens and six new ones reach, of which the last has no position yet.
+    model = Transformer(config, vocab_size=VOCAB, train_length=10, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(1)
+    for leaf in jax.tree.leaves(
+        nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    ):
+        drawn = np.asarray(leaf[...]) + 0.3 * rng.normal(size=leaf.shape)
+        leaf[...] = jnp.asarray(drawn, jnp.float32)
+    return model
+
+
+def next_logits(model, prompts, generated):
+    """What each of the new tokens was chosen from, by one whole forward pass."""
+    texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, generated)]
+    longest = max(map(len, texts))
+    # Padded on the right, where no token sees it.
+    tokens = jnp.array([text + [0] * (longest - len(text)) for text in texts], jnp.int32)
+    logits = np.asarray(model.logits(model.hidden_states(tokens)))
+    return [row[len(prompt) - 1 : len(text)] for row, prompt, text in zip(logits, prompts, texts)]
+
+
+def assert_greedy(model, prompts, generated):
+    """Each token is the likeliest after those before it: as if each took a whole pass."""
+    for row, logits in zip(generated, next_logits(model, prompts, generated)):
+        np.testing.assert_array_equal(row, logits.argmax(axis=-1))
+
+
+# Greedy.
+
+
+def test_prompts_of_many_lengths_compile_once():
+    model = make()
+    prefill.clear_cache()
+    decode.clear_cache()
+    together = generate(model, PROMPTS, 64)
+    assert {len(row) for row in together} == {64}
+    assert generate(model, PROMPTS[::-1], 64) == together[::-1]
+    assert prefill._cache_size() == decode._cache_size() == 1
+    assert_greedy(model, PROMPTS, together)
+    assert generate(model, PROMPTS[1:2], 64) == together[1:2]
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_greedy_is_whole_forward_passes(position):
+    model = make(position)
+    generated = generate(model, PROMPTS, 6)
+    assert {len(row) for row in generated} == {6}
+    assert_greedy(model, PROMPTS, generated)
+    assert len({token for row in generated for token in row}) > 2
+
+
+def test_e6_learned_positions_end():
+    """facebookresearch/ParlAI PR#1717. One token less is among the whole forward passes."""
+    with pytest.raises(ValueError, match="prompt of 5 tokens and 7 new ones pass position 10"):
+        generate(make("learned"), PROMPTS, 7)
+
+
+# Sampled.
+
+
+def test_draws_do_not_depend_on_the_batch():
+    model, keys = make(), jax.random.split(jax.random.key(1), 4)
+    options = {"temperature": 1.5, "top_p": 0.9}
+    together = generate(model, PROMPTS, 6, key=keys, **options)
+    # One key is split into one a row.
+    assert generate(model, PROMPTS, 6, key=jax.random.key(1), **options) == together
+    assert generate(model, PROMPTS, 6, key=jax.random.key(2), **options) != together
+    assert generate(model, PROMPTS[::-1], 6, key=keys[::-1], **options) == together[::-1]
+    others = [PROMPTS[0], [2, 7], [1, 8, 2, 8], [5]]
+    assert generate(model, others, 6, key=keys, **options)[0] == together[0]
+
+
+def test_draws_follow_the_probabilities():
+    model, prompt, temperature = make(), [3, 1, 4], 2.0
+
+    def draw(**options):
+        prompts = [prompt] * 2000
+        key = jax.random.key(0)
+        return np.array(generate(model, prompts, 2, temperature=temperature, key=key, **options)).T
+
+    def shares_of(logits):
+        weights = np.exp(np.float64(logits) / temperature)
+        return weights / weights.sum()
+
+    def assert_drawn_from(tokens, shares):
+        frequencies = np.bincount(tokens, minlength=VOCAB) / len(tokens)
+        five_deviations = 5 * np.sqrt(shares * (1 - shares) / len(tokens))
+        assert (np.abs(frequencies - shares) <= five_deviations).all()
+
+    first, second = draw()
+    common = np.bincount(first).argmax()
+    shares, shares_after = map(shares_of, next_logits(model, [prompt], [[common, 0]])[0])
+    assert_drawn_from(first, shares)
+    # The second draw is not the first one's again.
+    assert_drawn_from(second[first == common], shares_after)
+
+    # Of the likeliest four: with three of them it would not be enough.
+    *_, third, fourth = np.sort(shares)[::-1][:4].cumsum()
+    first, _ = draw(top_p=(third + fourth) / 2)
+    kept = shares * (shares >= np.sort(shares)[-4])
+    assert set(first.tolist()) == set(np.flatnonzero(kept).tolist())
+    assert_drawn_from(first, kept / kept.sum())
+
+
+def kept_by_oracle(logits, top_p):
+    """Holtzman et al. 2020, equation 2; of tokens equally likely, all or none."""
+    weights = np.exp(np.float64(logits) - max(logits))
+    shares = weights / weights.sum()
+    ordered = np.sort(shares)[::-1]
+    # On a boundary, rounding decides.
+    assume(np.abs(ordered.cumsum()[:-1] - top_p).min() > 1e-5)
+    number = next(n for n in range(1, 8) if ordered[:n].sum() >= top_p)
+    return shares >= ordered[number - 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-20, 20), min_size=7, max_size=7),
+    st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
+)
+def test_nucleus(quarters, top_p):
+    logits = np.array(quarters, np.float32) / 4
+    kept = nucleus(jnp.stack([logits, logits[::-1]]), top_p)
+    # What is kept is as it was, the rest can't be drawn, and rows don't mix.
+    wanted = np.ones(7, bool) if top_p == 1 else kept_by_oracle(logits, top_p)
+    expected = np.where(wanted, logits, -np.inf)
+    np.testing.assert_array_equal(kept, [expected, expected[::-1]])
+
+
+# Stopping.
+
+
+def test_a_row_ends_before_its_stop_token():
+    model = make()
+    whole = generate(model, PROMPTS, 6)
+    for stop in range(VOCAB):
+        rows = [row[: row.index(stop)] if stop in row else row for row in whole]
+        assert generate(model, PROMPTS, 6, stop_token=stop) == rows
+    firsts = [row[0] for row in whole]
+    assert [] in generate(model, PROMPTS, 6, stop_token=firsts[0])
+
+
+def test_the_loop_ends_with_the_last_row():
+    passes = []
+
+    class Counted(Alibi):
+        def bias(self, query_positions, key_positions):
+            jax.debug.callback(lambda: passes.append(None))
+            return super().bias(query_positions, key_positions)
+
+    model, prompt = make(), PROMPTS[1]
+    # The second row is ahead of the first by one token, so that it stops earlier.
+    prompts = [prompt, prompt + generate(model, [prompt], 1)[0]]
+    first, second = generate(model, prompts, 6)
+    assert first[1:] == second[:5]
+    model.positions["alibi"] = Counted(num_heads=4)
+
+    def counted(stop_token):
+        passes.clear()
+        generate(model, prompts, 6, stop_token=stop_token)
+        jax.effects_barrier()
+        return len(passes)
+
+    # One pass over the prompts, and one for each new token but the last.
+    assert counted(None) == 6
+    token = first[2]
+    assert first.index(token) == 2
+    assert second[1:3] == [token, first[3]]
+    assert counted(token) == 3
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": []}, "there is no prompt"),
+        ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": [[1], [2, 11]]}, "prompt 1 has token 11, .* vocabulary of 11"),
+        ({"prompts": [[-1]]}, "prompt 0 has token -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"temperature": -0.5}, "temperature=-0.5 must be at least 0"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"top_p": 1.5}, "top_p=1.5 .* at most 1"),
+        ({"temperature": 1.0}, "temperature=1.0 draws at random: give a key"),
+        ({"key": jax.random.split(jax.random.key(0), 3)}, "3 keys for 2 prompts"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(changes, message):
+    arguments = {"prompts": [[1, 2], [3]], "max_new_tokens": 2} | changes
+    with pytest.raises(ValueError, match=message):
+        generate(make(), **arguments)
