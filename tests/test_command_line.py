@@ -122,7 +122,7 @@ def results(folder):
         ("--config.modle.position=rotary", ["modle", "did you mean 'model'?"]),
         ("--confg=x", ["'confg'", "config"]),
         ("--wrokdir=x", ["'wrokdir'", "workdir"]),
-        ("--config.model=3", ["model: a whole section", "position, num_layers"]),
+        ("--config.model=3", ["model: a whole section", "position, rescaling"]),
         ("--config.model.num_heads=x", ["model.num_heads='x'", "type int"]),
         ("--config.model.num_heads=2.5", ["model.num_heads='2.5'", "type int"]),
         ("--config.model.num_kv_heads=x", ["model.num_kv_heads='x'", "type int | None"]),

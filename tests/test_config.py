@@ -71,9 +71,7 @@ def test_patterns_of_positions_are_accepted(position):
     [(name, position) for name, applies in configs.RESCALINGS.items() for position in applies],
 )
 def test_rescalings_are_accepted_where_they_apply(rescaling, position):
-    changed(
-        model__position=position, model__rescaling=rescaling, model__rescaling_factor=8
-    ).check()
+    changed(model__position=position, model__rescaling=rescaling, model__rescaling_factor=8).check()
 
 
 def test_the_positions_that_can_be_chosen_are_those_that_exist():
@@ -212,7 +210,10 @@ def test_shares_stay_below_one(key):
             {"model__position": "sinusoidal", "model__width": 9, "model__num_heads": 3},
             ("sinusoidal", "even", "9"),
         ),
-        ({"model__position": "transformer_xl", "model__width": 9, "model__num_heads": 3}, ("even",)),
+        (
+            {"model__position": "transformer_xl", "model__width": 9, "model__num_heads": 3},
+            ("even",),
+        ),
         ({"model__position": "xpos", "model__num_heads": 128}, ("xpos", "even")),
         (
             {"model__position": "rotary,nune"},

@@ -29,7 +29,7 @@ def test_rescalings_are_parsed():
     ["", "linar", "linear:", "linear:x", "linear:0.5", "yarn:nan", "ntk:inf", "none:2", "a:2"],
 )
 def test_what_is_no_rescaling_is_refused(text):
-    with pytest.raises(ValueError, match="--rescalings=.*none, linear, ntk, yarn, dynamic_ntk"):
+    with pytest.raises(ValueError, match=r"--rescalings=.*none, linear, ntk, yarn, dynamic_ntk"):
         parse_rescalings(f"ntk,{text}")
 
 

@@ -1,0 +1,63 @@
+"""Draws docs/figures/biases.png: what each position method makes of 64 queries and keys.
+
+Run from the repository: python docs/draw_biases.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from matplotlib.figure import Figure
+
+from alibi_jax.config import POSITIONS, Model
+from alibi_jax.positions import PositionMethod, make_position_method
+
+LENGTH, TRAIN_LENGTH, HEAD = 64, 64, 3
+
+
+def heat(name: str, method: PositionMethod, config: Model) -> tuple[np.ndarray, str]:
+    """What is drawn, `[T, S]`, and what it is, in a word."""
+    positions = jnp.arange(LENGTH)
+    bias = method.bias(positions, positions)
+    if bias is not None:
+        return np.asarray(bias[HEAD]), "bias"
+    text = jax.random.normal(jax.random.key(1), (1, LENGTH, config.width))
+    gates = method.gates(text)
+    if gates is not None:
+        decay = np.cumsum(gates[0, :, HEAD], axis=0)
+        return decay[:, None] - decay, "bias, of some text"
+    positions = method.training_positions(positions, jax.random.key(0), 1)
+    embedded = np.asarray(method.embed(jnp.zeros((1, LENGTH, config.width)), positions)[0])
+    if embedded.any():
+        training = ", in training" if name in ("shape", "randomized") else ""
+        return embedded @ embedded.T, "product of embeddings" + training
+    same = jnp.ones((1, LENGTH, config.num_heads, config.head_size))
+    query, key = method.rotate(same, same, positions, positions)
+    scores = np.asarray(jnp.einsum("th,sh->ts", query[0, :, HEAD], key[0, :, HEAD]))
+    return scores / query.shape[-1] ** 0.5, "score of ones with ones"
+
+
+def main() -> None:
+    """One panel a method, each in a colour scale of its own; the future is left grey."""
+    figure = Figure(figsize=(12, 10.2), layout="constrained")
+    panels = figure.subplots(4, 4).ravel()
+    future = np.triu(np.ones((LENGTH, LENGTH), bool), 1)
+    for panel, name in zip(panels, [name for name in POSITIONS if name != "none"], strict=True):
+        config = Model(position=name, width=256, num_heads=8, randomized_range=256)
+        method = make_position_method(name, config, train_length=TRAIN_LENGTH, rngs=nnx.Rngs(4))
+        values, what = heat(name, method, config)
+        panel.set_facecolor("0.85")
+        image = panel.imshow(np.ma.masked_array(values, future), cmap="viridis")
+        bar = figure.colorbar(image, ax=panel, fraction=0.046, pad=0.03)
+        bar.ax.tick_params(labelsize=7)
+        panel.set_title(f"{name}\n{what}", fontsize=9)
+        panel.set_xticks([0, LENGTH - 1])
+        panel.set_yticks([0, LENGTH - 1])
+        panel.tick_params(labelsize=7)
+    figure.supxlabel("key", fontsize=10)
+    figure.supylabel("query", fontsize=10)
+    figure.savefig("docs/figures/biases.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
