@@ -4,6 +4,7 @@ The bias functions are what other models import; they need JAX alone.
 """
 
 from alibi_jax.biases import (
+    Decay,
     FireWeights,
     alibi_bias,
     alibi_bias_at,
@@ -25,6 +26,7 @@ from alibi_jax.biases import (
 )
 
 __all__ = [
+    "Decay",
     "FireWeights",
     "alibi_bias",
     "alibi_bias_at",

@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 from alibi_jax.config import Checkpoint
 
 # Of what a checkpoint holds; raised when older code could no longer read it.
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(ValueError):
@@ -99,6 +99,11 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self.path}/{step} was not written by this version or an earlier one: "
                 "update alibi_jax"
+            )
+        if values["format"] == 1 and values["config"]["model"]["position"] in ("learned", "t5"):
+            raise CheckpointError(
+                f"{self.path}/{step} was written by an earlier version, which kept its table of "
+                "positions elsewhere: read it with that version, or train anew"
             )
         return Metadata(**values)
 

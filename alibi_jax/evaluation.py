@@ -155,7 +155,7 @@ def evaluate_run(
                 "protocol": protocol.name,
                 "length": length,
                 "stride": protocol.stride or length,
-                "rescaling_factor": rescaling.factor_at(length, config.train.length),
+                "rescaling_factor": rescaling.factor_at(config, length),
             }
             rows.append(row)
             try:

@@ -48,7 +48,7 @@ def alibi_attention_fn(
         return alibi_bias_at(slopes, query_positions, key_positions, future_slopes=future_slopes)
 
     num_heads = int(given) if isinstance(given, int | np.integer) else len(given)
-    return functools.partial(_attend, bias=bias, num_heads=num_heads)
+    return _attention_fn(bias, num_heads)
 
 
 def t5_attention_fn(
@@ -63,7 +63,7 @@ def t5_attention_fn(
     bias = functools.partial(
         t5_bias_at, table, bidirectional=bidirectional, max_distance=max_distance
     )
-    return functools.partial(_attend, bias=bias, num_heads=table.shape[1])
+    return _attention_fn(bias, table.shape[1])
 
 
 def rotary_attention_fn(*, frequencies: Float[Array, "F"] | None = None) -> AttentionFn:
@@ -71,90 +71,103 @@ def rotary_attention_fn(*, frequencies: Float[Array, "F"] | None = None) -> Atte
 
     The module's cache holds its keys unrotated, so that rescaled frequencies are right too.
     """
-    return functools.partial(_attend, rotate=functools.partial(rotary, frequencies=frequencies))
+    return _attention_fn(rotate=functools.partial(rotary, frequencies=frequencies))
 
 
-def _attend(
-    query: Float[Array, "... T N H"],
-    key: Float[Array, "... S K H"],
-    value: Float[Array, "... S K V"],
-    *,
-    bias: Bias | None = None,
+def _attention_fn(
+    position_bias: Bias | None = None,
     num_heads: int | None = None,
+    *,
     rotate: Callable[[Array, Array], Array] | None = None,
-    mask: Array | None = None,
-    dropout_rng: Array | None = None,
-    dropout_rate: float = 0.0,
-    broadcast_dropout: bool = True,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: Any = None,
-    is_causal: bool = False,
-    input_positions: Int[Array, "... T"] | None = None,
-) -> Float[Array, "... T N V"]:
-    """Attention with the arguments that Flax's modules call it with, and the positions' part."""
-    if num_heads is not None and num_heads != query.shape[-2]:
-        raise ValueError(f"biases of {num_heads} heads for {query.shape[-2]} query heads")
-    batch, length, key_length = query.shape[:-3], query.shape[-3], key.shape[-3]
-    if length not in (1, key_length):
-        raise ValueError(
-            f"{length} queries over {key_length} keys: for self-attention give as many of both, or "
-            "one query and a cache; across sequences there is no distance to bias by"
-        )
-    if not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(f"dropout_rate={dropout_rate} must be at least 0 and below 1")
-    dropout_key = None
-    if dropout_rate > 0.0 and not deterministic:
-        if dropout_rng is None:
-            raise ValueError(f"dropout_rate={dropout_rate} without a dropout_rng")
-        dropout_key = _typed(dropout_rng)
-    # Any number of batch axes, as one.
-    query, key, value = (
-        x.astype(dtype or x.dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value)
-    )
-    if mask is not None:
-        heads = mask.shape[-3] if mask.ndim > 2 else 1
-        mask = jnp.broadcast_to(mask, (*batch, heads, length, key_length)).astype(bool)
-        mask = mask.reshape(-1, heads, length, key_length)
-    if input_positions is None:
-        query_positions, key_positions = _positions(length, key_length, mask)
-    elif length == key_length:
-        query_positions = jnp.broadcast_to(input_positions, (*batch, length)).reshape(-1, length)
-        key_positions = query_positions
-    else:
-        raise ValueError(
-            f"input_positions with a cache of {key_length} keys, which does not hold theirs: "
-            "decode without, which is right for positions that count up by one"
-        )
-    if rotate is not None:
-        query, key = rotate(query, query_positions), rotate(key, key_positions)
-    attend = functools.partial(
-        attention,
-        query,
-        key,
-        bias=bias,
-        # A lone query counts as the last of the keys here, so that it may see all.
-        causal=is_causal,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        mask=mask,
-    )
-    if isinstance(precision, jax.lax.Precision):
-        precision = precision.name.lower()
-    with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
-        out = attend(value, dropout_rate=dropout_rate, dropout_key=dropout_key)
-        if module is not None:
-            # What attention makes of values that are 1 at one key each: its weights.
-            each = jnp.eye(key_length, dtype=value.dtype)[:, None]
-            weights = attend(jnp.broadcast_to(each, (*value.shape[:-1], key_length)))
-            weights = jnp.swapaxes(weights, 1, 2)
-            module.sow(
-                nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates",
-                "attention_weights",
-                weights.reshape(*batch, *weights.shape[1:]),
+) -> AttentionFn:
+    """The function for Flax; a closure, so that no argument can displace the positions' part."""
+
+    def attention_fn(
+        query: Float[Array, "... T N H"],
+        key: Float[Array, "... S K H"],
+        value: Float[Array, "... S K V"],
+        bias: Array | None = None,
+        mask: Array | None = None,
+        dropout_rng: Array | None = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        input_positions: Int[Array, "... T"] | None = None,
+    ) -> Float[Array, "... T N V"]:
+        """Attention as `flax.nnx.dot_product_attention` has it, with the positions' part."""
+        if bias is not None:
+            raise ValueError(
+                "a bias besides that of the positions: give what is to be hidden as mask"
             )
-    return out.reshape(*batch, *out.shape[1:])
+        if num_heads is not None and num_heads != query.shape[-2]:
+            raise ValueError(f"biases of {num_heads} heads for {query.shape[-2]} query heads")
+        batch, length, key_length = query.shape[:-3], query.shape[-3], key.shape[-3]
+        if length not in (1, key_length):
+            raise ValueError(
+                f"{length} queries over {key_length} keys: for self-attention give as many of "
+                "both, or one query and a cache; across sequences there is no distance to bias by"
+            )
+        if not 0.0 <= dropout_rate < 1.0:
+            raise ValueError(f"dropout_rate={dropout_rate} must be at least 0 and below 1")
+        dropout_key = None
+        if dropout_rate > 0.0 and not deterministic:
+            if dropout_rng is None:
+                raise ValueError(f"dropout_rate={dropout_rate} without a dropout_rng")
+            dropout_key = _typed(dropout_rng)
+        # Any number of batch axes, as one.
+        query, key, value = (
+            x.astype(dtype or x.dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value)
+        )
+        if mask is not None:
+            heads = mask.shape[-3] if mask.ndim > 2 else 1
+            mask = jnp.broadcast_to(mask, (*batch, heads, length, key_length)).astype(bool)
+            mask = mask.reshape(-1, heads, length, key_length)
+        if input_positions is None:
+            query_positions, key_positions = _positions(length, key_length, mask)
+        elif length == key_length:
+            query_positions = jnp.broadcast_to(input_positions, (*batch, length)).reshape(
+                -1, length
+            )
+            key_positions = query_positions
+        else:
+            raise ValueError(
+                f"input_positions with a cache of {key_length} keys, which does not hold theirs: "
+                "decode without, which is right for positions that count up by one"
+            )
+        if rotate is not None:
+            query, key = rotate(query, query_positions), rotate(key, key_positions)
+        attend = functools.partial(
+            attention,
+            query,
+            key,
+            bias=position_bias,
+            # A lone query counts as the last of the keys here, so that it may see all.
+            causal=is_causal,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            mask=mask,
+        )
+        if isinstance(precision, jax.lax.Precision):
+            precision = precision.name.lower()
+        with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
+            out = attend(value, dropout_rate=dropout_rate, dropout_key=dropout_key)
+            if module is not None:
+                # What attention makes of values that are 1 at one key each: its weights.
+                each = jnp.eye(key_length, dtype=value.dtype)[:, None]
+                weights = attend(jnp.broadcast_to(each, (*value.shape[:-1], key_length)))
+                weights = jnp.swapaxes(weights, 1, 2)
+                module.sow(
+                    nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates",
+                    "attention_weights",
+                    weights.reshape(*batch, *weights.shape[1:]),
+                )
+        return out.reshape(*batch, *out.shape[1:])
+
+    return attention_fn
 
 
 def _positions(

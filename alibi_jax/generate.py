@@ -42,10 +42,12 @@ def generate(
     """
     tokens, real = _padded(prompts, model.unembedding.shape[0])
     batch_size, length = tokens.shape
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be a whole number of at least 1")
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be at least 0")
+    # Below, float32 would have 0, by which nothing can be divided.
+    sampled = temperature >= float(np.finfo(np.float32).tiny)
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
     # The last token is given out, but not taken in.
@@ -58,6 +60,8 @@ def generate(
     if temperature > 0.0 and key is None:
         raise ValueError(f"temperature={temperature} draws at random: give a key")
     keys = jax.random.key(0) if key is None else key
+    if not isinstance(keys, jax.Array) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+        raise ValueError("key must be made by jax.random.key, and may be split, one a prompt")
     keys = jax.random.split(keys, batch_size) if keys.ndim == 0 else keys
     if keys.shape != (batch_size,):
         raise ValueError(f"{keys.shape[0]} keys for {batch_size} prompts: give one, or one each")
@@ -73,7 +77,7 @@ def generate(
         jnp.float32(top_p),
         jnp.int32(-1 if stop_token is None else stop_token),
         max_new_tokens,
-        temperature > 0.0,
+        sampled,
     )
     return [_until(row, stop_token) for row in np.asarray(new).tolist()]
 
@@ -146,10 +150,11 @@ def nucleus(logits: Float[Array, "B V"], top_p: float | Float[Array, ""]) -> Flo
     """Logits with -inf for all but the likeliest tokens of together at least `top_p`."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)
-    # What the likelier tokens have together; the likeliest is always kept.
+    # What the likelier tokens have together.
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # At 1 all are kept, whatever their sum is rounded to.
+    # At 1 all are kept, whatever their sum is rounded to; and the likeliest always.
     kept = (before < top_p) | (jnp.asarray(top_p) >= 1.0)
+    kept = kept.at[..., 0].set(True)
     least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
     return jnp.where(logits >= least, logits, -jnp.inf)
 
@@ -158,22 +163,25 @@ def _padded(
     prompts: Sequence[Prompt], vocab_size: int
 ) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
     """The prompts padded on the left, and where they are real."""
-    if not len(prompts):
+    rows = [np.asarray(prompt) for prompt in prompts]
+    if not rows:
         raise ValueError("there is no prompt: give at least one")
-    length = max(len(prompt) for prompt in prompts)
-    tokens = np.zeros((len(prompts), length), np.int32)
-    real = np.zeros((len(prompts), length), bool)
-    for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"prompt {row} is empty: give at least one token")
-        for token in prompt:
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"prompt {row} has token {token}, which is not in the vocabulary "
-                    f"of {vocab_size}"
-                )
-        tokens[row, length - len(prompt) :] = prompt
-        real[row, length - len(prompt) :] = True
+    for number, row in enumerate(rows):
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise ValueError(f"prompt {number} is {prompts[number]!r}: give a list of token ids")
+        if not row.size:
+            raise ValueError(f"prompt {number} is empty: give at least one token")
+        if row.min() < 0 or row.max() >= vocab_size:
+            token = row.min() if row.min() < 0 else row.max()
+            raise ValueError(
+                f"prompt {number} has token {token}, which is not in the vocabulary of {vocab_size}"
+            )
+    length = max(row.size for row in rows)
+    tokens = np.zeros((len(rows), length), np.int32)
+    real = np.zeros((len(rows), length), bool)
+    for number, row in enumerate(rows):
+        tokens[number, length - row.size :] = row
+        real[number, length - row.size :] = True
     return tokens, real
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from alibi_jax import config as configs
 from alibi_jax.attention import attention
-from alibi_jax.biases import forget_bias_at, forget_decay
+from alibi_jax.biases import Decay, forget_bias_at, forget_decay
 from alibi_jax.positions import METHODS, PositionMethod, make_position_method
 from alibi_jax.sharding import constrain
 
@@ -132,6 +132,7 @@ class Attention(nnx.Module):
 
         A cache has its entries from `places.offset` on written before it is read.
         """
+        length = x.shape[1]
         query = constrain(self.query(x), "batch", None, "heads", None)
         keys = KeyValues(
             constrain(self.key(x), "batch", None, "kv_heads", None),
@@ -148,8 +149,10 @@ class Attention(nnx.Module):
             )
         key_decay = query_decay = None
         if keys.gates is not None:
-            key_decay = forget_decay(keys.gates)
-            query_decay = jax.lax.dynamic_slice_in_dim(key_decay, places.offset, x.shape[1], axis=1)
+            key_decay = forget_decay(keys.gates, places.key_segment_ids)
+            query_decay = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, places.offset, length, axis=1), key_decay
+            )
         query, key = position.rotate(query, keys.key, places.query_positions, places.key_positions)
         out = attention(
             query,
@@ -170,7 +173,7 @@ class Attention(nnx.Module):
 
 
 def _decay_bias(
-    query_positions: Array, key_positions: Array, query_decay: Array, key_decay: Array
+    query_positions: Array, key_positions: Array, query_decay: Decay, key_decay: Decay
 ) -> Array:
     return forget_bias_at(query_decay, key_decay)
 

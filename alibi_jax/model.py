@@ -34,8 +34,8 @@ class Cache(NamedTuple):
 class Transformer(nnx.Module):
     """A causal language model. Hidden states and logits are separate calls.
 
-    `train_length` is how far a learned position table reaches, and what rescaled methods are
-    scaled from; nothing else depends on it.
+    `train_length` is how far a learned position table reaches, what rescaled methods are scaled
+    from, and where FIRE's threshold starts; nothing else depends on it.
     """
 
     def __init__(

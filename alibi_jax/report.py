@@ -51,6 +51,14 @@ def evaluate(
     grids = [evaluation.parse_lengths(lengths, run.config.train.length) for run in runs]
     for grid in grids:
         evaluation.check_strides(parsed, grid)
+    entries = [
+        (run, grid, way)
+        for run, grid in zip(runs, grids)
+        for way in ways
+        if way.applies_to(run.config)
+    ]
+    for run, grid, way in entries:
+        way.at(run.config, max(grid))
     for way in ways:
         if not any(way.applies_to(run.config) for run in runs):
             positions = ", ".join(sorted({run.config.model.position for run in runs}))
@@ -60,9 +68,7 @@ def evaluate(
     results = provenance() | {
         "runs": [
             evaluation.evaluate_run(run, grid, parsed, split, batch_tokens, way)
-            for run, grid in zip(runs, grids)
-            for way in ways
-            if way.applies_to(run.config)
+            for run, grid, way in entries
         ]
     }
     if jax.process_index() == 0:

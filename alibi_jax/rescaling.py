@@ -6,7 +6,7 @@ Nothing is carried from one length to the next: a factor is a function of the le
 import dataclasses
 import math
 
-from alibi_jax.config import RESCALINGS, Config
+from alibi_jax.config import RESCALINGS, Config, ConfigError
 from alibi_jax.rotations import dynamic_ntk_factor
 
 NAMES = (*RESCALINGS, "dynamic_ntk")
@@ -32,22 +32,35 @@ class Rescaling:
         kind = "ntk" if self.name == "dynamic_ntk" else self.name
         return bool(set(config.model.positions) & set(RESCALINGS[kind]))
 
-    def factor_at(self, length: int, train_length: int) -> float:
-        """The factor for inputs of that length; 1 up to the training length if it follows it."""
+    def factor_at(self, config: Config, length: int) -> float:
+        """The factor in force for inputs of that length.
+
+        One that follows the length is 1 up to the training length; `none` leaves what the model
+        was trained with.
+        """
         if self.name == "none":
-            return 1.0
+            return config.model.rescaling_factor
         if self.name == "dynamic_ntk":
-            return dynamic_ntk_factor(self.factor or 1.0, length, train_length)
-        return max(1.0, length / train_length) if self.factor is None else self.factor
+            return dynamic_ntk_factor(self.factor or 1.0, length, config.train.length)
+        return max(1.0, length / config.train.length) if self.factor is None else self.factor
 
     def at(self, config: Config, length: int) -> Config:
-        """The configuration of the same parameters for inputs of that length."""
+        """The configuration of the same parameters for inputs of that length.
+
+        Raises ConfigError for a model that can't be rescaled so, or is already.
+        """
         if self.name == "none":
             return config
+        if config.model.rescaling != "none":
+            raise ConfigError(
+                f"rescaling={self}: the model was trained with model.rescaling="
+                f"{config.model.rescaling!r} already, and has the positions that it learned; "
+                "give none"
+            )
         model = dataclasses.replace(
             config.model,
             rescaling="ntk" if self.name == "dynamic_ntk" else self.name,
-            rescaling_factor=self.factor_at(length, config.train.length),
+            rescaling_factor=self.factor_at(config, length),
         )
         rescaled = dataclasses.replace(config, model=model)
         rescaled.check()
@@ -60,7 +73,7 @@ UNSCALED = Rescaling()
 def parse_rescalings(text: str) -> list[Rescaling]:
     """From "none,linear,yarn:8". Raises ValueError that names what is wrong."""
     rescalings = []
-    for part in text.split(","):
+    for part in dict.fromkeys(text.split(",")):
         name, colon, factor = part.strip().partition(":")
         try:
             value = float(factor) if colon else 1.0

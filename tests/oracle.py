@@ -149,7 +149,7 @@ def sandwich(pair):
 def fire(pair):
     """Li et al. 2023 (FIRE), section 3; absolute values and 1e-6 as in its code."""
     weights = pair.weights
-    rate, threshold = abs(weights["rate"]), abs(weights["threshold"])
+    rate, threshold = abs(weights["rate"]), math.exp(weights["log_threshold"])
     scale = math.log(rate * max(threshold, pair.i) + 1) + 1e-6
     share = math.log(rate * pair.distance + 1) / scale
     hidden = np.maximum(share * weights["hidden_kernel"] + weights["hidden_bias"], 0)

@@ -5,12 +5,13 @@ import importlib
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from alibi_jax.attention import alibi_attention, attention
-from alibi_jax.biases import alibi_slopes, forget_bias_at, forget_decay
+from alibi_jax.biases import alibi_bias_at, alibi_slopes, forget_bias_at, forget_decay
 
 blockwise = importlib.import_module("alibi_jax.attention.blockwise")
 
@@ -151,15 +152,16 @@ def test_a_mask_hides_keys_from_queries(mask_heads, causal):
 def test_features_reach_the_bias_along_with_their_queries_and_keys():
     query, key, value = arrays(length=5)
     decay = forget_decay(jnp.log(jax.random.uniform(jax.random.key(0), (2, LENGTH, HEADS))))
+    last = jax.tree.map(lambda x: x[:, -5:], decay)
     out = attention(
         query,
         key,
         value,
         bias=lambda query_positions, key_positions, one, other: forget_bias_at(one, other),
-        query_features=decay[:, -5:],
+        query_features=last,
         key_features=decay,
     )
-    bias = forget_bias_at(decay[:, -5:], decay)
+    bias = forget_bias_at(last, decay)
     seen = np.arange(LENGTH) <= np.arange(7, 12)[:, None]
     np.testing.assert_allclose(out, oracle(query, key, value, bias, seen), atol=1e-5)
 
@@ -185,3 +187,17 @@ def test_values_may_have_a_size_of_their_own():
     assert out.shape == (2, 5, HEADS, 3)
     expected = oracle(query, key, value, linear(index, index), index <= index[:, None])
     np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_what_cannot_be_meant_is_refused(monkeypatch):
+    # As for users, who have no checker.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    query, key, value = arrays(length=5)
+    with pytest.raises(ValueError, match="features of both queries and keys"):
+        attention(query, key, value, key_features=key)
+    with pytest.raises(ValueError, match="5 queries from key 8 on"):
+        attention(query, key, value, offset=np.int64(8))
+    with pytest.raises(ValueError, match="mask is float32: give booleans"):
+        attention(query, key, value, mask=jnp.zeros((1, 1, 5, LENGTH)))
+    with pytest.raises(ValueError, match="slopes must be one a head"):
+        alibi_bias_at(8, jnp.arange(3), jnp.arange(3))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_arrays, mesh_of
 
-from alibi_jax.checkpoints import CheckpointError, Checkpoints, Metadata
+from alibi_jax.checkpoints import FORMAT, CheckpointError, Checkpoints, Metadata
 from alibi_jax.config import Checkpoint
 from alibi_jax.evaluation import load_run
 from alibi_jax.sharding import named_sharding
@@ -200,10 +200,28 @@ def test_missing_checkpoints_are_named(trained, tmp_path):
             checkpoints.check_step(7)
 
 
+@pytest.mark.parametrize(
+    ("position", "refused"), [("learned", True), ("t5", True), ("alibi", False)]
+)
+def test_tables_of_the_first_format_are_refused(position, refused, tmp_path):
+    params, optimizer = matrices(mesh_of(1, 1, 1))
+    config = {"model": {"position": position}}
+    with Checkpoints(tmp_path, Checkpoint()) as checkpoints:
+        checkpoints.save(params, optimizer, Metadata(1, config, "text", {}, VOCAB, {}, format=1))
+        checkpoints.wait()
+        if refused:
+            with pytest.raises(CheckpointError, match="table of positions elsewhere"):
+                checkpoints.metadata(1)
+        else:
+            assert checkpoints.metadata(1).config == config
+
+
 def test_a_format_from_the_future_is_refused(tmp_path):
     params, optimizer = matrices(mesh_of(1, 1, 1))
     with Checkpoints(tmp_path, Checkpoint()) as checkpoints:
-        checkpoints.save(params, optimizer, Metadata(1, {}, "text", {}, VOCAB, {}, format=2))
+        checkpoints.save(
+            params, optimizer, Metadata(1, {}, "text", {}, VOCAB, {}, format=FORMAT + 1)
+        )
         checkpoints.wait()
         with pytest.raises(CheckpointError, match="update alibi_jax"):
             checkpoints.metadata(1)

@@ -71,7 +71,10 @@ def test_patterns_of_positions_are_accepted(position):
     [(name, position) for name, applies in configs.RESCALINGS.items() for position in applies],
 )
 def test_rescalings_are_accepted_where_they_apply(rescaling, position):
-    changed(model__position=position, model__rescaling=rescaling, model__rescaling_factor=8).check()
+    factor = 1 if rescaling == "none" else 8
+    changed(
+        model__position=position, model__rescaling=rescaling, model__rescaling_factor=factor
+    ).check()
 
 
 def test_the_positions_that_can_be_chosen_are_those_that_exist():
@@ -245,6 +248,13 @@ def test_shares_stay_below_one(key):
             ("model.rescaling='ntk'", "4", "2"),
         ),
         ({"model__rescaling_factor": 0.5}, ("model.rescaling_factor=0.5", "1")),
+        ({"model__rescaling_factor": 4}, ("model.rescaling_factor=4", "model.rescaling='none'")),
+        (
+            {"model__position": "rotary_truncated", "model__rotary_fraction": 0.1},
+            ("model.rotary_fraction=0.1", "8 pairs", "0.125"),
+        ),
+        ({"model__max_shift": 1 << 31}, ("model.max_shift=2147483648", "1073741824")),
+        ({"model__randomized_range": 1 << 31}, ("model.randomized_range=2147483648",)),
         ({"model__rotary_fraction": 0.0}, ("model.rotary_fraction=0.0", "above 0")),
         ({"model__rotary_fraction": 1.5}, ("model.rotary_fraction=1.5", "at most 1")),
         (

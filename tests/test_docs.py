@@ -41,4 +41,6 @@ def test_no_block_is_left_out(page):
 def test_the_page_names_every_bias_function():
     page = (ROOT / "docs/using-the-biases.md").read_text()
     table = page.partition("\n## The bias functions\n")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`([a-z0-9]+_\w+|FireWeights)[`(]", table)) >= set(alibi_jax.__all__)
+    assert set(re.findall(r"`([a-z0-9]+_\w+|FireWeights|Decay)[`(]", table)) >= set(
+        alibi_jax.__all__
+    )

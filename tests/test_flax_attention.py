@@ -676,3 +676,15 @@ def test_b8_a_linen_model_trains_and_decodes(method):
     np.testing.assert_allclose(decoded(make), whole, atol=1e-5)
     default = decoded(lambda module, number: linen.dot_product_attention)
     assert jnp.abs(default - whole).max() > 0.1
+
+
+def test_no_argument_displaces_the_positions():
+    """Flax's own function takes a `bias`: as a keyword it must not stand for ALiBi's."""
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 5, HEADS, 4))
+    attend = alibi_attention_fn(HEADS)
+    expected = attend(query, key, value, is_causal=True)
+    np.testing.assert_array_equal(attend(query, key, value, bias=None, is_causal=True), expected)
+    with pytest.raises(ValueError, match="a bias besides that of the positions"):
+        attend(query, key, value, bias=jnp.zeros((5, 5)))
+    with pytest.raises(TypeError):
+        attend(query, key, value, rotate=None)

@@ -1,6 +1,6 @@
 """Other people's models, with random weights of theirs: the same attention weights as ours.
 
-`pip install -e '.[peers]'` brings them; `pytest -m slow tests/test_peers.py` runs this.
+`pip install -e '.[test,peers]'` brings them; `pytest -m slow tests/test_peers.py` runs this.
 """
 
 import functools

@@ -122,7 +122,14 @@ def test_biases_are_the_pure_functions(name, positions):
         ),
         "sandwich": lambda: sandwich_bias_at(sandwich_ratios(HEADS), given, given),
         "fire": lambda: fire_bias_at(
-            FireWeights(*(getattr(position, name)[...] for name in FireWeights._fields)),
+            FireWeights(
+                threshold=jnp.exp(position.log_threshold[...]),
+                **{
+                    field: getattr(position, field)[...]
+                    for field in FireWeights._fields
+                    if field != "threshold"
+                },
+            ),
             given,
             given,
         ),
@@ -262,7 +269,7 @@ def test_parameters_start_where_the_authors_start_them():
     # Li et al. 2023, appendix: c at 0.1, L at 512 for a training length of 2048.
     fire = made("fire")
     assert float(fire.rate[...]) == np.float32(0.1)
-    assert float(fire.threshold[...]) == 512
+    np.testing.assert_allclose(jnp.exp(fire.log_threshold[...]), 512, rtol=1e-6)
     assert fire.hidden_kernel.shape == (32,)
     np.testing.assert_allclose(
         jnp.exp(made("alibi_learned").log_slopes[...]), alibi_slopes(1024), rtol=1e-5

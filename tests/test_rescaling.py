@@ -16,6 +16,7 @@ def test_rescalings_are_parsed():
         Rescaling("yarn", 8.0),
         Rescaling("dynamic_ntk", 2.5),
     ]
+    assert parse_rescalings("linear,none,linear") == parsed[1::-1]
     assert [str(rescaling) for rescaling in parsed] == [
         "none",
         "linear",
@@ -48,6 +49,15 @@ def test_e4_dynamic_ntk_is_ntk_by_a_factor_that_follows_the_length():
     assert (model.rescaling, model.rescaling_factor) == ("ntk", 3.0)
     assert Rescaling("dynamic_ntk", 2.0).at(config(length=2048), 2048).model.rescaling_factor == 1
     assert Rescaling("dynamic_ntk").at(config(), 1024).model.rescaling_factor == 8.0
+
+
+def test_a_model_trained_with_rescaled_positions_is_not_rescaled_again():
+    trained = config()
+    trained.model.rescaling, trained.model.rescaling_factor = "linear", 4.0
+    assert Rescaling("none").at(trained, 1024) is trained
+    assert Rescaling("none").factor_at(trained, 1024) == 4.0
+    with pytest.raises(ConfigError, match=r"linear:8: .* trained with .*'linear' already.*none"):
+        Rescaling("linear", 8.0).at(trained, 1024)
 
 
 def test_everything_else_of_the_configuration_stays():

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax.attention.blockwise import blockwise
 from alibi_jax.biases import alibi_bias_at
+from alibi_jax.biases.alibi import Slopes
 
 # From query positions [..., T] and key positions [..., S], and where given the features of both,
 # [B, T, ...] and [B, S, ...], to a bias [..., N, T, S].
@@ -55,6 +57,7 @@ def attention(
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_kv_heads} key heads do not divide {num_heads} query heads")
     known = key_length - length if offset is None else offset
+    known = int(known) if isinstance(known, np.integer) else known
     if causal and isinstance(known, int) and not 0 <= known <= key_length - length:
         at = "" if offset is None else f" from key {offset} on"
         raise ValueError(
@@ -68,6 +71,10 @@ def attention(
         )
     if (query_segment_ids is None) != (key_segment_ids is None):
         raise ValueError("give segment ids of both queries and keys, or of neither")
+    if (query_features is None) != (key_features is None):
+        raise ValueError("give features of both queries and keys, or of neither")
+    if mask is not None and mask.dtype != bool:
+        raise ValueError(f"mask is {mask.dtype}: give booleans, true where a query may see a key")
     if key_positions is None:
         key_positions = jnp.arange(key_length, dtype=jnp.int32)
     if query_positions is None:
@@ -95,9 +102,9 @@ def alibi_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
-    slopes: Float[Array, "N"],
+    slopes: Slopes,
     *,
-    future_slopes: Float[Array, "N"] | None = None,
+    future_slopes: Slopes | None = None,
     causal: bool = True,
     offset: int | Int[Array, ""] | None = None,
     query_positions: Int[Array, "*#B T"] | None = None,
@@ -111,8 +118,8 @@ def alibi_attention(
     `slopes` are of the query heads; keys after their query use `future_slopes` where given, as
     in `alibi_bias_at`. Everything else is as `attention` has it.
     """
-    if slopes.shape[0] != query.shape[2]:
-        raise ValueError(f"{slopes.shape[0]} slopes for {query.shape[2]} query heads")
+    if len(slopes) != query.shape[2]:
+        raise ValueError(f"{len(slopes)} slopes for {query.shape[2]} query heads")
     return attention(
         query,
         key,

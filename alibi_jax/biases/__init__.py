@@ -11,7 +11,7 @@ function says otherwise.
 
 from alibi_jax.biases.alibi import alibi_bias, alibi_bias_at, alibi_slopes
 from alibi_jax.biases.fire import FireWeights, fire_bias, fire_bias_at
-from alibi_jax.biases.forget import forget_bias_at, forget_decay
+from alibi_jax.biases.forget import Decay, forget_bias_at, forget_decay
 from alibi_jax.biases.kerple import (
     kerple_log_bias,
     kerple_log_bias_at,
@@ -22,6 +22,7 @@ from alibi_jax.biases.sandwich import sandwich_bias, sandwich_bias_at, sandwich_
 from alibi_jax.biases.t5 import t5_bias, t5_bias_at, t5_buckets
 
 __all__ = [
+    "Decay",
     "FireWeights",
     "alibi_bias",
     "alibi_bias_at",

@@ -83,6 +83,8 @@ def alibi_bias_at(
     """
     relative = relative_positions(query_positions, key_positions)[..., None, :, :]
     past = jnp.asarray(slopes, jnp.float32)
+    if past.ndim != 1:
+        raise ValueError("slopes must be one a head, [N]: of a number of heads, alibi_slopes(N)")
     slope = past[:, None, None]
     if future_slopes is not None:
         future = jnp.asarray(future_slopes, jnp.float32)

@@ -46,6 +46,17 @@ def check_positions(model: Model, train_length: int) -> None:
             f"model.randomized_range={model.randomized_range} is less than "
             f"train.length={train_length}: positions are drawn without repetition; raise it"
         )
+    pairs = model.head_size // 2
+    if "rotary_truncated" in model.positions and int(model.rotary_fraction * pairs) < 1:
+        raise ConfigError(
+            f"model.rotary_fraction={model.rotary_fraction} of the {pairs} pairs of a head leaves "
+            f"none to rotate: give at least {1 / pairs:.4g}, or model.position='none'"
+        )
+    if model.rescaling == "none" and model.rescaling_factor != 1:
+        raise ConfigError(
+            f"model.rescaling_factor={model.rescaling_factor} with model.rescaling='none' would "
+            f"change nothing: give another of {', '.join(RESCALINGS)}"
+        )
     applies = RESCALINGS[model.rescaling]
     if not set(model.positions) & set(applies):
         raise ConfigError(
@@ -107,6 +118,8 @@ _LEAST = {
     "checkpoint.keep": 1,
     "checkpoint.keep_every": 0,
 }
+# Greatest values: positions are int32, and must have room for a sequence after the shift.
+_MOST = {"model.max_shift": 1 << 30, "model.randomized_range": 1 << 30}
 _BELOW_ONE = (
     "model.dropout",
     "model.attention_dropout",
@@ -128,6 +141,9 @@ def check_ranges(values: dict[str, Any]) -> None:
         # NaN, which compares with nothing, is refused too.
         if values[key] is not None and not least <= values[key] < math.inf:
             raise ConfigError(f"{key}={values[key]} must be a number of at least {least}")
+    for key, most in _MOST.items():
+        if values[key] > most:
+            raise ConfigError(f"{key}={values[key]} must be at most {most}")
     for key in _BELOW_ONE:
         if not values[key] < 1:
             raise ConfigError(f"{key}={values[key]} must be below 1")

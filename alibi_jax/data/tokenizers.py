@@ -4,7 +4,7 @@ import abc
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,9 @@ class Tokenizer(abc.ABC):
         """How many bytes each token stands for; 0 for the separator."""
         return np.array([len(string) for string in self.byte_strings], np.int32)
 
-    def decode(self, ids: Integer[np.ndarray, "T"]) -> bytes:
+    def decode(self, ids: Integer[np.ndarray, "T"] | Sequence[int]) -> bytes:
         """The bytes of tokens; separators give none."""
-        return b"".join(self.byte_strings[token] for token in ids.tolist())
+        return b"".join(self.byte_strings[token] for token in np.asarray(ids, int).tolist())
 
 
 class ByteTokenizer(Tokenizer):

@@ -143,7 +143,8 @@ class Fire(PositionMethod):
 
     A network of 32 hidden units maps the distance, relative to the query's position, to a bias
     by head. The threshold starts at a quarter of the training length, as the paper's 512 of
-    2048, and the rate at 0.1.
+    2048, and the rate at 0.1. The threshold's logarithm is the parameter, so that steps of the
+    learning rate's size can move it far.
     """
 
     def __init__(self, num_heads: int, train_length: int, rngs: nnx.Rngs):
@@ -154,7 +155,7 @@ class Fire(PositionMethod):
             return jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
 
         self.rate = nnx.Param(jnp.float32(0.1), axes=())
-        self.threshold = nnx.Param(jnp.float32(train_length / 4), axes=())
+        self.log_threshold = nnx.Param(jnp.log(jnp.float32(train_length / 4)), axes=())
         self.hidden_kernel = nnx.Param(uniform((hidden,), 1), axes=(None,))
         self.hidden_bias = nnx.Param(uniform((hidden,), 1), axes=(None,))
         self.out_kernel = nnx.Param(uniform((hidden, num_heads), hidden), axes=(None, "heads"))
@@ -166,7 +167,7 @@ class Fire(PositionMethod):
         """The network's bias of each pair."""
         weights = FireWeights(
             rate=self.rate[...],
-            threshold=self.threshold[...],
+            threshold=jnp.exp(self.log_threshold[...]),
             hidden_kernel=self.hidden_kernel[...],
             hidden_bias=self.hidden_bias[...],
             out_kernel=self.out_kernel[...],
