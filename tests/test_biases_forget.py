@@ -11,15 +11,27 @@ from test_biases_alibi import devices_mesh
 
 from alibi_jax.biases import alibi_bias, forget_bias_at, forget_decay
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
-def forget_oracle(log_gates):
-    """Log of the product of the gates after key j up to query i; keys after it are left at 0."""
+
+@pytest.fixture
+def optimized(quick_compile):
+    """Compiled as users compile it: nothing may take what rounding loses for zero."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def forget_oracle(log_gates, ids=None):
+    """Log of the product of the gates after key j up to query i; 0 where i does not see j."""
     length, num_heads = log_gates.shape
+    ids = [0] * length if ids is None else ids
     bias = np.zeros((num_heads, length, length))
     for head, i in np.ndindex(num_heads, length):
         for j in range(i + 1):
-            gates = [math.exp(log_gates[t, head]) for t in range(j + 1, i + 1)]
-            bias[head, i, j] = math.log(math.prod(gates))
+            if len(set(ids[j : i + 1])) == 1:
+                gates = [math.exp(log_gates[t, head]) for t in range(j + 1, i + 1)]
+                bias[head, i, j] = math.log(math.prod(gates))
     return bias
 
 
@@ -27,13 +39,23 @@ def gates_of(*shape, seed=0):
     return -jnp.abs(jax.random.normal(jax.random.key(seed), shape))
 
 
-def bias_of(log_gates):
-    decay = forget_decay(log_gates)
+decay_of = jax.jit(forget_decay)
+
+
+@jax.jit
+def bias_of(log_gates, ids=None):
+    decay = forget_decay(log_gates, ids)
     return forget_bias_at(decay, decay)
 
 
-def past(bias):
-    return jnp.tril(bias)
+def part(decay, start, end):
+    return jax.tree.map(lambda x: x[..., start:end, :], decay)
+
+
+def past(bias, ids=None):
+    """The bias, 0 where a query does not see the key."""
+    runs = 0 if ids is None else np.cumsum(np.diff(ids, prepend=ids[0]) != 0)
+    return jnp.where(np.equal.outer(runs, runs), jnp.tril(bias), 0)
 
 
 @settings(max_examples=20, deadline=None)
@@ -45,9 +67,20 @@ def test_bias_is_the_oracle(values):
     np.testing.assert_allclose(past(bias), forget_oracle(log_gates), atol=5e-6)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.floats(-4, 0), min_size=12, max_size=12),
+    st.lists(st.integers(0, 2), min_size=6, max_size=6),
+)
+def test_d3_bias_in_segments_is_the_oracle(values, ids):
+    log_gates = np.array(values).reshape(6, 2)
+    bias = bias_of(jnp.asarray(log_gates, jnp.float32), jnp.array(ids))
+    np.testing.assert_allclose(past(bias, ids), forget_oracle(log_gates, ids), atol=5e-6)
+
+
 def test_rows():
     decay = forget_decay(jnp.array([[-1.0], [-2.0], [-4.0]]))
-    np.testing.assert_array_equal(decay[:, 0], [-1, -3, -7])
+    np.testing.assert_array_equal(decay.high[:, 0], [-1, -3, -7])
     # Its own gate is in what a query forgets, the key's own is not. Keys ahead are rewarded.
     np.testing.assert_array_equal(
         forget_bias_at(decay, decay)[0], [[0, 2, 6], [-2, 0, 4], [-6, -4, 0]]
@@ -63,36 +96,49 @@ def test_gates_alike_are_alibi():
 
 def test_c1_gates_in_bfloat16_are_summed_in_float32():
     """A sum in bfloat16 stands still at -256."""
-    decay = forget_decay(jnp.full((512, 1), -1, jnp.bfloat16))
-    assert decay.dtype == jnp.float32
-    np.testing.assert_array_equal(decay[:, 0], -np.arange(1.0, 513))
+    decay = decay_of(jnp.full((512, 1), -1, jnp.bfloat16))
+    assert decay.high.dtype == decay.low.dtype == jnp.float32
+    np.testing.assert_array_equal(decay.high[:, 0], -np.arange(1.0, 513))
+    np.testing.assert_array_equal(decay.low, 0)
+
+
+def test_c1_late_in_a_long_text_near_tokens_are_told_apart(optimized):
+    """The sums are about -13000, where the next float32 is 1e-3 away."""
+    log_gates = gates_of(16384, 2)
+    last = part(decay_of(log_gates), -64, None)
+    sums = np.cumsum(np.float64(log_gates), axis=0)[-64:].T
+    wanted = np.tril(sums[:, :, None] - sums[:, None, :])
+    np.testing.assert_allclose(past(forget_bias_at(last, last)), wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunks", [[8], [1] * 8, [3, 5], [1, 7]])
 def test_b8_decoding_steps_are_rows_of_the_whole_bias(chunks):
-    log_gates = gates_of(8, 2)
-    decay = jnp.zeros((1, 2))
-    for own in np.split(log_gates, np.cumsum(chunks)[:-1]):
-        decay = jnp.concatenate([decay, decay[-1] + forget_decay(jnp.asarray(own))])
-    ends = np.cumsum([0, *chunks])
-    steps = [
-        forget_bias_at(decay[1:][start:end], decay[1:]) for start, end in itertools.pairwise(ends)
-    ]
-    assert all(jnp.any(one != 0) for one in steps)
-    np.testing.assert_allclose(jnp.concatenate(steps, axis=1), bias_of(log_gates), atol=2e-6)
+    log_gates, steps = gates_of(8, 2), []
+    for start, end in itertools.pairwise(np.cumsum([0, *chunks])):
+        # Slots that are not taken yet are zero, as padding is.
+        taken = jnp.arange(8) < end
+        decay = decay_of(jnp.where(taken[:, None], log_gates, 0), taken.astype(jnp.int32))
+        steps.append(forget_bias_at(part(decay, start, end), decay))
+    np.testing.assert_allclose(
+        past(jnp.concatenate(steps, axis=1)), past(bias_of(log_gates)), atol=2e-6
+    )
 
 
-def test_d1_left_padding_changes_no_bias_of_real_tokens():
-    log_gates = gates_of(3, 2)
-    padded = jnp.concatenate([gates_of(2, 2, seed=1), log_gates])
-    np.testing.assert_allclose(bias_of(padded)[:, 2:, 2:], bias_of(log_gates), atol=1e-6)
+# Pads of id 0 or a document of id 1, and the document whose bias is looked at.
+@pytest.mark.parametrize("before", [0, 1])
+def test_d1_d3_what_is_before_a_segment_changes_nothing_in_it(before, optimized):
+    first, second = 1500, 40
+    own, ids = gates_of(second, 2, seed=1), np.repeat([before, 2], [first, second])
 
+    def bias_after(others):
+        return past(bias_of(jnp.concatenate([others, own]), ids)[:, first:, first:])
 
-def test_d3_packed_documents_have_their_own_bias():
-    first, second = gates_of(5, 2), gates_of(3, 2, seed=1)
-    whole = bias_of(jnp.concatenate([first, second]))
-    np.testing.assert_allclose(whole[:, :5, :5], bias_of(first), atol=2e-6)
-    np.testing.assert_allclose(whole[:, 5:, 5:], bias_of(second), atol=2e-6)
+    bias = bias_after(gates_of(first, 2))
+    np.testing.assert_array_equal(bias, bias_after(100 * gates_of(first, 2, seed=2)))
+    np.testing.assert_array_equal(bias, bias_after(jnp.zeros((first, 2))))
+    sums = np.cumsum(np.float64(own), axis=0).T
+    wanted = np.tril(sums[:, :, None] - sums[:, None, :])
+    np.testing.assert_allclose(bias, wanted, rtol=0, atol=1e-5)
 
 
 def test_a3_bias_with_heads_sharded_is_the_whole_bias():
@@ -102,12 +148,12 @@ def test_a3_bias_with_heads_sharded_is_the_whole_bias():
         mesh=devices_mesh(8),
         in_specs=jax.P(None, "devices"),
         out_specs=jax.P("devices"),
-    )(log_gates)
-    np.testing.assert_allclose(by_shard, bias_of(log_gates), atol=1e-6)
+    )
+    np.testing.assert_allclose(by_shard(log_gates), bias_of(log_gates), atol=1e-6)
 
 
 def test_d8_bias_of_a_shard_is_its_rows_of_the_whole():
-    decay = forget_decay(gates_of(64, 2))
+    decay = decay_of(gates_of(64, 2))
     rows = jax.shard_map(
         forget_bias_at,
         mesh=devices_mesh(8),
@@ -118,12 +164,13 @@ def test_d8_bias_of_a_shard_is_its_rows_of_the_whole():
 
 
 def test_batches_by_broadcasting_and_by_vmap():
-    log_gates = gates_of(2, 6, 3)
-    whole = bias_of(log_gates)
+    log_gates, ids = gates_of(2, 6, 3), jnp.array([[1, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1]])
+    whole = bias_of(log_gates, ids)
     assert whole.shape == (2, 3, 6, 6)
-    for row, own in zip(whole, log_gates):
-        np.testing.assert_array_equal(row, bias_of(own))
-    np.testing.assert_allclose(jax.jit(jax.vmap(bias_of))(log_gates), whole, atol=1e-6)
+    for row, own, own_ids in zip(whole, log_gates, ids):
+        np.testing.assert_array_equal(row, bias_of(own, own_ids))
+    np.testing.assert_array_equal(bias_of(log_gates[:, None], ids[:, None])[:, 0], whole)
+    np.testing.assert_allclose(jax.vmap(bias_of)(log_gates, ids), whole, atol=1e-6)
 
 
 def test_a6_gradient_counts_the_pairs_that_a_gate_stands_between():
@@ -132,9 +179,43 @@ def test_a6_gradient_counts_the_pairs_that_a_gate_stands_between():
     np.testing.assert_allclose(gradient, np.transpose([pairs, pairs]), atol=1e-5)
 
 
-def test_bias_is_exported_for_any_length():
-    (length,) = jax.export.symbolic_shape("length")
-    shape = jax.ShapeDtypeStruct((length, 2), jnp.float32)
-    exported = jax.export.export(jax.jit(bias_of))(shape)
-    log_gates = gates_of(6, 2)
+def test_a6_gradient_in_segments_is_the_oracles_central_difference():
+    log_gates, ids = gates_of(8, 2), [0, 0, 3, 3, 3, 3, 1, 1]
+    weights = np.random.default_rng(0).normal(size=(2, 8, 8))
+
+    def loss(gates):
+        return (past(bias_of(gates, jnp.array(ids)), ids) * jnp.float32(weights)).sum()
+
+    def oracle_loss(at, step):
+        moved = np.float64(log_gates)
+        moved[at] += step
+        return (forget_oracle(moved, ids) * weights).sum()
+
+    slopes = np.zeros((8, 2))
+    for at in np.ndindex(8, 2):
+        slopes[at] = (oracle_loss(at, 1e-4) - oracle_loss(at, -1e-4)) / 2e-4
+    assert (slopes != 0).any()
+    np.testing.assert_allclose(jax.grad(loss)(log_gates), slopes, atol=1e-5)
+
+
+def test_a6_gradient_late_in_a_long_row_is_of_its_own_document():
+    first, second = 1500, 5
+    ids = np.repeat([1, 2], [first, second])
+
+    @jax.jit
+    @jax.grad
+    def gradient(gates):
+        return past(bias_of(gates, ids)[:, first:, first:]).sum()
+
+    gradients = gradient(gates_of(first + second, 2))
+    np.testing.assert_array_equal(gradients[:first], 0)
+    pairs = [t * (5 - t) for t in range(5)]
+    np.testing.assert_allclose(gradients[first:], np.transpose([pairs, pairs]), atol=1e-5)
+
+
+def test_bias_is_exported_for_any_number_of_rows():
+    (rows,) = jax.export.symbolic_shape("rows")
+    shape = jax.ShapeDtypeStruct((rows, 6, 2), jnp.float32)
+    exported = jax.export.export(bias_of)(shape)
+    log_gates = gates_of(3, 6, 2)
     np.testing.assert_allclose(exported.call(log_gates), bias_of(log_gates), atol=1e-6)

@@ -4,6 +4,7 @@ Most run without jit and share few shapes, so that each operation is compiled on
 """
 
 import functools
+import importlib
 import itertools
 import zlib
 
@@ -20,6 +21,8 @@ from alibi_jax.model import Transformer, abstract_model
 from alibi_jax.sharding import named_sharding
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+# The package gives the function the name of its module.
+blockwise = importlib.import_module("alibi_jax.attention.blockwise")
 
 VOCAB = 12
 TRAIN_LENGTH = 16
@@ -99,10 +102,11 @@ def logits_of(model, tokens, **kwargs):
     return model.logits(model.hidden_states(jnp.asarray(tokens), **kwargs))
 
 
-def expected(case, tokens, positions=None, segment_ids=None, params=None):
+def expected(case, tokens, positions=None, segment_ids=None, params=None, **changes):
     """The oracle's logits, row by row; zero where there is padding."""
     batch, length = tokens.shape
-    params = params_of(make(case)) if params is None else params
+    config = config_of(case, **changes)
+    params = params_of(make(case, **changes)) if params is None else params
     positions = np.broadcast_to(
         np.arange(length) if positions is None else positions, (batch, length)
     )
@@ -111,7 +115,7 @@ def expected(case, tokens, positions=None, segment_ids=None, params=None):
     for row, row_positions, ids in zip(tokens, positions, segment_ids):
         visible = np.tri(length, dtype=bool) & (ids[:, None] == ids) & (ids != 0)
         logits = oracle.logits(
-            params, config_of(case), row, row_positions, visible, train_length=TRAIN_LENGTH
+            params, config, row, row_positions, visible, train_length=TRAIN_LENGTH
         )
         rows.append(np.where(ids[:, None], logits, 0.0))
     return np.array(rows)
@@ -129,6 +133,18 @@ def assert_exact(logits, wanted, real=True):
 def test_evaluation(case):
     tokens = some_tokens()
     assert_exact(logits_of(make(case), tokens), expected(case, tokens))
+
+
+@every_case
+def test_evaluation_in_blocks(case, monkeypatch):
+    monkeypatch.setattr(blockwise, "_DENSE_LENGTH", 0)
+    monkeypatch.setattr(blockwise, "_BLOCK", {"cpu": 3})
+    # One of two blocks, and two queries that are left.
+    monkeypatch.setattr(blockwise, "_SEGMENTS", 2)
+    tokens = some_tokens()
+    # Compiled as a whole: the loop over blocks would be anyway, anew in each layer.
+    logits = jax.jit(functools.partial(logits_of, make(case)))(tokens)
+    assert_exact(logits, expected(case, tokens))
 
 
 @every_case
@@ -166,6 +182,25 @@ def test_d1_d2_d3_packed_and_padded(case):
     logits = logits_of(make(case), tokens, segment_ids=jnp.asarray(segment_ids, jnp.int32))
     assert_exact(logits, expected(case, tokens, positions, segment_ids), segment_ids != 0)
     assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("case", ["fox", "alibi", "transformer_xl", "sandwich", "xpos"])
+def test_d1_d3_after_a_long_document_or_padding(case):
+    """huggingface/transformers#26380, mosaicml/llm-foundry PR#738."""
+    before, length = 700, 20
+    model, tokens = make(case, num_layers=1), some_tokens(1, before + length)
+    compiled = jax.jit(lambda tokens, ids: logits_of(model, tokens, segment_ids=ids)[:, before:])
+
+    def logits_after(others, segment):
+        row = np.concatenate([np.broadcast_to(others, (1, before)), tokens[:, before:]], axis=1)
+        ids = np.repeat([[segment, 2]], [before, length], axis=1)
+        return compiled(np.int32(row), np.int32(ids))
+
+    wanted = expected(case, tokens[:, before:], num_layers=1)
+    for segment, others in [(1, tokens[:, :before]), (0, np.int32(0))]:
+        logits = logits_after(others, segment)
+        np.testing.assert_array_equal(logits, logits_after((others + 7) % VOCAB, segment))
+        np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-5)
 
 
 @every_case
@@ -324,21 +359,21 @@ def test_exported(case):
     assert_exact(exported.call(params_of(model), tokens), expected(case, tokens))
 
 
-@pytest.mark.parametrize("case", ["alibi", "rotary", "transformer_xl", "t5", "fox"])
+@pytest.mark.parametrize("case", POSITIONS)
 def test_a3_sharded(case):
     """bigscience-workshop/Megatron-DeepSpeed#227: slopes from the local number of heads."""
-    config = Config(model=config_of(case))
+    config = Config(model=config_of(case, num_layers=1))
     config.train.length = TRAIN_LENGTH
     mesh = mesh_of(2, 2, 2)
     graphdef, abstract = abstract_model(config, VOCAB, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    params = jax.device_put(params_of(make(case)), shardings)
+    params = jax.device_put(params_of(make(case, num_layers=1)), shardings)
     kernel = params["layers"][0]["attention"]["query"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (8, 2, 4)
     tokens = jax.device_put(some_tokens(), named_sharding(mesh, "batch", None))
     with jax.set_mesh(mesh):
         logits = jax.jit(lambda params: logits_of(nnx.merge(graphdef, params), tokens))(params)
-    assert_exact(logits, expected(case, some_tokens()))
+    assert_exact(logits, expected(case, some_tokens(), num_layers=1))
 
 
 # Half precision.

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -7,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from alibi_jax.config import POSITIONS, Model
+from alibi_jax.data.tokenizers import ByteTokenizer
 from alibi_jax.generate import decode, generate, nucleus, prefill
 from alibi_jax.model import Transformer
 from alibi_jax.positions.biased import Alibi
@@ -18,7 +20,7 @@ VOCAB = 11
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [7]]
 
 
-def make(position="alibi"):
+def make(position="alibi", vocab_size=VOCAB):
     """A tiny model, drawn so that it does not repeat one token."""
     config = Model(
         position=position,
@@ -29,7 +31,7 @@ def make(position="alibi"):
         tied_embeddings=False,
     )
     # As far as five tokens and six new ones reach, of which the last has no position yet.
-    model = Transformer(config, vocab_size=VOCAB, train_length=10, rngs=nnx.Rngs(0))
+    model = Transformer(config, vocab_size=vocab_size, train_length=10, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(1)
     for leaf in jax.tree.leaves(
         nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
@@ -67,7 +69,13 @@ def test_prompts_of_many_lengths_compile_once():
     assert generate(model, PROMPTS[::-1], 64) == together[::-1]
     assert prefill._cache_size() == decode._cache_size() == 1
     assert_greedy(model, PROMPTS, together)
-    assert generate(model, PROMPTS[1:2], 64) == together[1:2]
+
+
+@pytest.mark.parametrize("position", ["alibi", "fox"])
+def test_d1_each_prompt_alone_is_its_row_of_the_batch(position):
+    model = make(position)
+    alone = [generate(model, [prompt], 64)[0] for prompt in PROMPTS]
+    assert alone == generate(model, PROMPTS, 64)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -85,7 +93,26 @@ def test_e6_learned_positions_end():
         generate(make("learned"), PROMPTS, 7)
 
 
+def test_bytes_come_back_as_text():
+    tokenizer = ByteTokenizer()
+    model = make(vocab_size=tokenizer.vocab_size)
+    (row,) = generate(model, [tokenizer.encode(b"Fellow")], 6)
+    # The separator stands for no byte.
+    assert tokenizer.decode(row) == bytes(token for token in row if token != tokenizer.separator)
+
+
 # Sampled.
+
+
+# Two of them are 0 in float32.
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 1e-30}, {"temperature": 1e-46}, {"temperature": 1.0, "top_p": 1e-46}],
+)
+def test_draws_from_the_likeliest_token_alone_are_greedy(options):
+    model = make()
+    drawn = generate(model, PROMPTS, 6, key=jax.random.key(0), **options)
+    assert drawn == generate(model, PROMPTS, 6)
 
 
 def test_draws_do_not_depend_on_the_batch():
@@ -209,7 +236,7 @@ def test_the_loop_ends_with_the_last_row():
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
         ({"prompts": [[1], [2, 11]]}, "prompt 1 has token 11, .* vocabulary of 11"),
         ({"prompts": [[-1]]}, "prompt 0 has token -1"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 .* at least 1"),
         ({"temperature": -0.5}, "temperature=-0.5 must be at least 0"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"temperature": float("nan")}, "temperature=nan"),
@@ -220,6 +247,29 @@ def test_the_loop_ends_with_the_last_row():
     ],
 )
 def test_what_cannot_be_meant_is_refused(changes, message):
+    arguments = {"prompts": [[1, 2], [3]], "max_new_tokens": 2} | changes
+    with pytest.raises(ValueError, match=message):
+        generate(make(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": [[1.7, 2.9]]}, "prompt 0"),
+        ({"prompts": [np.ones(3)]}, "prompt 0"),
+        ({"prompts": [1, 2, 3]}, "prompt 0"),
+        ({"prompts": "text"}, "prompt 0"),
+        ({"prompts": [[[1], [2]]]}, "prompt 0"),
+        ({"prompts": [np.array([], np.int32)]}, "prompt 0 is empty"),
+        ({"max_new_tokens": 4.0}, "max_new_tokens=4.0"),
+        ({"key": 0}, "key must be"),
+        # Two numbers, which are not keys for the two prompts.
+        ({"key": jax.random.PRNGKey(0)}, "key must be"),
+    ],
+)
+def test_what_is_of_another_type_is_refused(changes, message, monkeypatch):
+    # Without the checker of the tests, as users run it.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     arguments = {"prompts": [[1, 2], [3]], "max_new_tokens": 2} | changes
     with pytest.raises(ValueError, match=message):
         generate(make(), **arguments)
