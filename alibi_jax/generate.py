@@ -42,8 +42,9 @@ def generate(
     """
     tokens, real = _padded(prompts, model.unembedding.shape[0])
     batch_size, length = tokens.shape
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be a whole number of at least 1")
+    max_new_tokens = int(max_new_tokens)
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be at least 0")
     # Below, float32 would have 0, by which nothing can be divided.
@@ -163,12 +164,12 @@ def _padded(
     prompts: Sequence[Prompt], vocab_size: int
 ) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
     """The prompts padded on the left, and where they are real."""
-    rows = [np.asarray(prompt) for prompt in prompts]
-    if not rows:
+    if not len(prompts):
         raise ValueError("there is no prompt: give at least one")
+    rows = [np.asarray(prompt) for prompt in prompts]
     for number, row in enumerate(rows):
         if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
-            raise ValueError(f"prompt {number} is {prompts[number]!r}: give a list of token ids")
+            raise ValueError(f"prompt {number} is no list of token ids, which are whole numbers")
         if not row.size:
             raise ValueError(f"prompt {number} is empty: give at least one token")
         if row.min() < 0 or row.max() >= vocab_size:
