@@ -4,8 +4,10 @@ The bias functions are what other models import; they need JAX alone.
 """
 
 from alibi_jax.biases import (
+    Bias,
     Decay,
     FireWeights,
+    LinearBias,
     alibi_bias,
     alibi_bias_at,
     alibi_slopes,
@@ -26,8 +28,10 @@ from alibi_jax.biases import (
 )
 
 __all__ = [
+    "Bias",
     "Decay",
     "FireWeights",
+    "LinearBias",
     "alibi_bias",
     "alibi_bias_at",
     "alibi_slopes",

@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from alibi_jax.attention import Bias, attention
-from alibi_jax.biases import alibi_bias_at, alibi_slopes, t5_bias_at
+from alibi_jax.biases import LinearBias, alibi_slopes, t5_bias_at
 from alibi_jax.biases.alibi import Slopes
 from alibi_jax.rotations import rotary
 
@@ -42,10 +42,10 @@ def alibi_attention_fn(
     """
     given = num_heads_or_slopes
 
-    def bias(query_positions: Array, key_positions: Array) -> Array:
+    def bias() -> Bias:
         # Made when called: a module may be made under `jit` and called outside of it.
         slopes = alibi_slopes(int(given)) if isinstance(given, int | np.integer) else given
-        return alibi_bias_at(slopes, query_positions, key_positions, future_slopes=future_slopes)
+        return LinearBias(slopes, future_slopes)
 
     num_heads = int(given) if isinstance(given, int | np.integer) else len(given)
     return _attention_fn(bias, num_heads)
@@ -63,7 +63,7 @@ def t5_attention_fn(
     bias = functools.partial(
         t5_bias_at, table, bidirectional=bidirectional, max_distance=max_distance
     )
-    return _attention_fn(bias, table.shape[1])
+    return _attention_fn(lambda: bias, table.shape[1])
 
 
 def rotary_attention_fn(*, frequencies: Float[Array, "F"] | None = None) -> AttentionFn:
@@ -75,7 +75,7 @@ def rotary_attention_fn(*, frequencies: Float[Array, "F"] | None = None) -> Atte
 
 
 def _attention_fn(
-    position_bias: Bias | None = None,
+    position_bias: Callable[[], Bias] | None = None,
     num_heads: int | None = None,
     *,
     rotate: Callable[[Array, Array], Array] | None = None,
@@ -144,7 +144,7 @@ def _attention_fn(
             attention,
             query,
             key,
-            bias=position_bias,
+            bias=None if position_bias is None else position_bias(),
             # A lone query counts as the last of the keys here, so that it may see all.
             causal=is_causal,
             query_positions=query_positions,

@@ -17,23 +17,24 @@ from alibi_jax.biases import alibi_bias_at, alibi_slopes
 quick = settings(max_examples=8, deadline=None)
 jitted = jax.jit(alibi_attention, static_argnames="causal")
 # The package gives the function the name of its module.
-blockwise = importlib.import_module("alibi_jax.attention.blockwise")
+engines = importlib.import_module("alibi_jax.attention.engines")
 
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.fixture(params=["dense", "blocks"])
+@pytest.fixture(params=["dense", "head_by_head", "all_heads"])
 def path(request, monkeypatch):
     """Attention all at once, and in blocks small enough that ten queries take several."""
-    if request.param == "blocks":
-        set_blocks(monkeypatch, block=4, segments=2)
+    if request.param != "dense":
+        set_blocks(monkeypatch, block=4, head_by_head=request.param == "head_by_head")
 
 
-def set_blocks(patch, block, segments):
-    patch.setattr(blockwise, "_DENSE_LENGTH", 0)
-    patch.setattr(blockwise, "_BLOCK", {"cpu": block})
-    patch.setattr(blockwise, "_SEGMENTS", segments)
+def set_blocks(patch, block, head_by_head):
+    patch.setattr(engines, "_partitioned", lambda: not head_by_head)
+    patch.setattr(engines, "_DENSE_SCORES", 0)
+    patch.setattr(engines, "_DENSE_QUERIES", 0)
+    patch.setattr(engines, "_BLOCK", {"cpu": block})
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -218,11 +219,11 @@ def test_any_shape_is_the_oracle(batch, kv_heads, groups, length, more, size, ca
     length=st.integers(1, 40),
     more=st.integers(0, 9),
     block=st.integers(1, 12),
-    segments=st.integers(1, 4),
+    head_by_head=st.booleans(),
     causal=st.booleans(),
     batched=st.booleans(),
 )
-def test_any_cut_into_blocks_is_the_oracle(length, more, block, segments, causal, batched):
+def test_any_cut_into_blocks_is_the_oracle(length, more, block, head_by_head, causal, batched):
     query, key, value = arrays(2, length, length + more, 2, 1, 4)
     slopes = alibi_slopes(2)
     ids = jnp.asarray(np.random.default_rng(3).integers(0, 3, (2, length + more)), jnp.int32)
@@ -230,7 +231,7 @@ def test_any_cut_into_blocks_is_the_oracle(length, more, block, segments, causal
     if batched:
         positions = jnp.stack([positions, positions])
     with pytest.MonkeyPatch.context() as patch:
-        set_blocks(patch, block, segments)
+        set_blocks(patch, block, head_by_head)
         output = jax.jit(functools.partial(alibi_attention, causal=causal))(
             query,
             key,

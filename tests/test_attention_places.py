@@ -13,20 +13,22 @@ from jax.sharding import PartitionSpec
 from alibi_jax.attention import alibi_attention, attention
 from alibi_jax.biases import alibi_bias_at, alibi_slopes, forget_bias_at, forget_decay
 
-blockwise = importlib.import_module("alibi_jax.attention.blockwise")
+engines = importlib.import_module("alibi_jax.attention.engines")
 
 HEADS, SIZE, LENGTH = 4, 8, 12
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-@pytest.fixture(params=["dense", "blocks"], autouse=True)
+@pytest.fixture(params=["dense", "head_by_head", "all_heads"], autouse=True)
 def path(request, monkeypatch):
     """Attention all at once, and in blocks small enough that five queries take several."""
-    if request.param == "blocks":
-        monkeypatch.setattr(blockwise, "_DENSE_LENGTH", 0)
-        monkeypatch.setattr(blockwise, "_BLOCK", {"cpu": 2})
-        monkeypatch.setattr(blockwise, "_SEGMENTS", 2)
+    if request.param != "dense":
+        all_heads = request.param == "all_heads"
+        monkeypatch.setattr(engines, "_partitioned", lambda: all_heads)
+        monkeypatch.setattr(engines, "_DENSE_SCORES", 0)
+        monkeypatch.setattr(engines, "_DENSE_QUERIES", 0)
+        monkeypatch.setattr(engines, "_BLOCK", {"cpu": 2})
 
 
 def normal(seed, *shape):

@@ -1,25 +1,23 @@
-"""Attention a block of queries at a time: memory linear in the length, no work on the future."""
+"""Attention block by block in plain XLA: memory linear in the length, no work on the future."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from alibi_jax.attention.dense import dense
-
-# Up to this length all queries are one block, that is, `dense`.
-_DENSE_LENGTH = 256
-# Queries a block: on a CPU the scores of a block should stay in its cache.
-_BLOCK = {"cpu": 64}
-_OTHER_BLOCK = 512
-# A causal segment of blocks is given the keys up to its own end. Segments are unrolled, so
-# there are few of them; the work on keys that no query sees is at most 1/(2·8) of the whole.
-_SEGMENTS = 8
-# The axis of queries of each thing that is cut into blocks.
-_ROWS = (1, -1, 0, 1, 1, -2)
+from alibi_jax.attention.online import (
+    Operands,
+    Ranges,
+    Rule,
+    cut_places,
+    online_attention,
+)
+from alibi_jax.attention.places import Places, Sight, bias_between, places, seen
+from alibi_jax.attention.reach import KeyBlocks, reach
+from alibi_jax.biases import Bias, LinearBias
 
 
 def blockwise(
@@ -27,102 +25,181 @@ def blockwise(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     *,
-    bias: Callable[..., Array | None] | None,
-    causal: bool,
-    offset: int | Int[Array, ""],
-    query_positions: Int[Array, "*#B T"],
-    key_positions: Int[Array, "*#B S"],
-    query_segment_ids: Int[Array, "B T"] | None,
-    key_segment_ids: Int[Array, "B S"] | None,
-    query_features: Any,
-    key_features: Any,
-    mask: Bool[Array, "#B #N T S"] | None,
+    bias: Bias | None,
+    sight: Sight,
+    query_features: Any = None,
+    key_features: Any = None,
+    mask: Bool[Array, "#B #N T S"] | None = None,
+    tolerance: float,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
-) -> Float[Array, "B T N V"]:
-    """`dense`, block by block of queries; arguments and result as `attention` has them."""
-    length, key_length = query.shape[1], key.shape[1]
-    # Of queries: everything that is cut into blocks, along with the index of the key that
-    # stands where the query does.
-    own_keys = jnp.arange(length, dtype=jnp.int32) + offset
-    rows = (query, query_positions, own_keys, query_segment_ids, query_features, mask)
+    block: int,
+    head_by_head: bool,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Arguments and result as `attention` has them, and the log-sum-exp of each row of scores.
 
-    def block_of(rows: tuple[Any, ...], num_keys: int) -> Array:
-        query, query_positions, own_keys, query_segment_ids, query_features, mask = rows
-        sides: tuple[Any, ...] = (query_positions, key_positions[..., :num_keys])
-        if query_features is not None:
-            sides += (query_features, _part(key_features, 1, 0, num_keys))
-        return dense(
-            query,
-            key[:, :num_keys],
-            value[:, :num_keys],
-            bias=bias(*sides) if bias else None,
-            mask=_visible(
-                own_keys if causal else None,
-                num_keys,
-                query_segment_ids,
-                _part(key_segment_ids, 1, 0, num_keys),
-                _part(mask, -1, 0, num_keys),
-            ),
-            dropout_rate=dropout_rate,
-            dropout_key=None
-            if dropout_key is None
-            else jax.random.fold_in(dropout_key, own_keys[0]),
+    `head_by_head`: one head of one row after the other, each with a reach of its own, rather
+    than all at once; for a processor with few cores, and biases that one head needs no other
+    for.
+    """
+    length, num_heads = query.shape[1:3]
+    key_length, num_kv_heads = key.shape[1:3]
+    linear = bias if isinstance(bias, LinearBias) else None
+    # Where a mask may hide a query's own key, its weight says nothing about the rest of the row.
+    reaching = linear if mask is None else None
+    blocks = reach(query, key, reaching, sight, block=block, tolerance=tolerance)
+    if not head_by_head:
+        # Rows that see nothing need no block, neither the first nor any other.
+        first = jnp.where(blocks.first < blocks.stop, blocks.first, key_length)
+        stop = blocks.stop.max((0, 1))
+        blocks = KeyBlocks(jnp.minimum(first.min((0, 1)), stop), stop)
+    padding, key_padding = -length % block, -key_length % block
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    key, value = (jnp.repeat(x, num_heads // num_kv_heads, axis=1) for x in (key, value))
+    rows, columns = places(sight, length, key_length, query_features, key_features)
+    masked = sight.query_segment_ids is not None or mask is not None
+    operands = Operands(
+        _fill(query, -2, padding),
+        _fill(key, -2, key_padding),
+        _fill(value, -2, key_padding),
+        bias=None,
+        rows=_fill_places(rows, padding),
+        columns=_fill_places(columns, key_padding),
+        mask=_fill(_fill(mask, -2, padding), -1, key_padding),
+        ranges=_ranges(blocks, rows.indices, key_length, block, sight, masked),
+        dropout_key=dropout_key,
+    )
+    rule = Rule(
+        bias=None,
+        seen=functools.partial(
+            seen,
+            causal=sight.causal,
+            window=sight.window,
+            num_keys=key_length if key_padding else None,
+        ),
+        query_block=block,
+        key_block=block,
+        masked_before=sight.window is not None and not masked,
+        masked_after=sight.causal or sight.window is not None or masked or key_padding > 0,
+        dropout_rate=dropout_rate,
+    )
+    both = _each_head(rule, operands, linear) if head_by_head else _all_heads(rule, operands, bias)
+    out, log_sum = (jnp.swapaxes(x[:, :, :length], 1, 2) for x in both)
+    return out, log_sum
+
+
+def _fill(x: Any, axis: int, padding: int) -> Any:
+    """`x`, or a tree of such, with zeros at the end of an axis."""
+    if padding == 0:
+        return x
+
+    def pad(x: Array) -> Array:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, padding)
+        return jnp.pad(x, widths)
+
+    return jax.tree.map(pad, x)
+
+
+def _fill_places(places: Places, padding: int) -> Places:
+    """Indices go on past the last, so that nothing that is filled in is taken for the first."""
+    indices = jnp.arange(len(places.indices) + padding, dtype=jnp.int32) + places.indices[0]
+    features = _fill(places.features, 1, padding)
+    filled = _fill(places._replace(features=None), -1, padding)
+    return filled._replace(indices=indices, features=features)
+
+
+def _ranges(
+    blocks: KeyBlocks,
+    own: Int[Array, "T"],
+    key_length: int,
+    block: int,
+    sight: Sight,
+    masked: bool,
+) -> Ranges:
+    """`blocks`, and which of them no query of theirs need be kept from; none if `masked`."""
+    first, stop = blocks
+    if masked:
+        return Ranges(first, first, first, stop)
+    own_least = own[::block]
+    own_most = own_least + block - 1
+    full_first = jnp.zeros_like(own_least)
+    full_stop = jnp.full_like(own_least, key_length // block)
+    if sight.causal:
+        full_stop = jnp.minimum(full_stop, (own_least + 1) // block)
+    if sight.window is not None:
+        full_first = jnp.maximum(full_first, -((sight.window - 1 - own_most) // block))
+        full_stop = jnp.minimum(full_stop, (own_least + sight.window) // block)
+    full_first = jnp.clip(full_first, first, stop)
+    return Ranges(first, full_first, jnp.clip(full_stop, full_first, stop), stop)
+
+
+def _all_heads(rule: Rule, operands: Operands, bias: Bias | None) -> tuple[Array, Array]:
+    """All heads of all rows at once, over the blocks that any of them needs."""
+    of_block = functools.partial(bias_between, bias)
+    examples = (
+        cut_places(operands.rows, 0, rule.query_block),
+        cut_places(operands.columns, 0, rule.key_block),
+    )
+    if jax.eval_shape(of_block, *examples) is None:
+        return online_attention(rule, operands)
+    # Parameters that the function closes over become operands, so that they have gradients.
+    converted, parameters = jax.closure_convert(of_block, *examples)
+
+    def bias_of(parameters: list[Array], rows: Places, columns: Places) -> Array:
+        return converted(rows, columns, *parameters)
+
+    rule = dataclasses.replace(rule, bias=bias_of)
+    return online_attention(rule, operands._replace(bias=parameters))
+
+
+def _each_head(rule: Rule, operands: Operands, bias: LinearBias | None) -> tuple[Array, Array]:
+    """One head of one row after the other, each over its own blocks."""
+    batch, num_heads = operands.query.shape[:2]
+    slopes = None
+    if bias is not None:
+        rule = dataclasses.replace(rule, bias=_linear)
+        slopes = jax.tree.map(
+            lambda x: jnp.tile(x, batch)[:, None], (bias.slopes, bias.future_slopes)
         )
 
-    if length <= _DENSE_LENGTH:
-        return block_of(rows, key_length)
-    block = _BLOCK.get(jax.default_backend(), _OTHER_BLOCK)
-    segment = block * -(-length // (block * _SEGMENTS))
-    outputs = []
-    for start in range(0, length, segment):
-        stop = min(start + segment, length)
-        # Where the queries stand is known: keys after the last of them are left out.
-        num_keys = offset + stop if causal and isinstance(offset, int) else key_length
-        # The backward pass computes each block's scores anew instead of keeping them all.
-        compute = jax.checkpoint(functools.partial(block_of, num_keys=num_keys))
-        whole = (stop - start) // block * block + start
-        if whole > start:
-            blocks = [_cut(x, axis, start, whole, block) for x, axis in zip(rows, _ROWS)]
-            outputs.append(_join(jax.lax.map(compute, tuple(blocks))))
-        if whole < stop:
-            rest = [_part(x, axis, whole, stop) for x, axis in zip(rows, _ROWS)]
-            outputs.append(compute(tuple(rest)))
-    return jnp.concatenate(outputs, axis=1)
+    def one(each: tuple[Any, ...]) -> tuple[Array, Array]:
+        number, query, key, value, slopes, ranges = each
+        row, head = number // num_heads, number % num_heads
+
+        def of_row(places: Places) -> Places:
+            return jax.tree.map(lambda x: _pick(x, row, 1), places)
+
+        return online_attention(
+            rule,
+            Operands(
+                query,
+                key,
+                value,
+                bias=slopes,
+                rows=of_row(operands.rows),
+                columns=of_row(operands.columns),
+                mask=_pick(_pick(operands.mask, row, 3), head, 2),
+                ranges=ranges,
+                dropout_key=None,
+            ),
+        )
+
+    flat = functools.partial(jax.tree.map, lambda x: x.reshape(batch * num_heads, *x.shape[2:]))
+    numbers = jnp.arange(batch * num_heads, dtype=jnp.int32)
+    both = jax.lax.map(one, (numbers, *flat(operands[:3]), slopes, flat(operands.ranges)))
+    return jax.tree.map(lambda x: x.reshape(batch, num_heads, *x.shape[1:]), both)
 
 
-def _part(tree: Any, axis: int, start: int, stop: int) -> Any:
-    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, stop, axis=axis), tree)
+def _linear(
+    slopes: tuple[Array, Array | None], rows: Places, columns: Places
+) -> Float[Array, "t s"]:
+    """The linear bias of one head."""
+    return LinearBias(*slopes)(rows.positions, columns.positions)[0]
 
 
-def _cut(tree: Any, axis: int, start: int, stop: int, block: int) -> Any:
-    """Blocks of x[start:stop] along an axis, stacked in front."""
-
-    def cut(x: Array) -> Array:
-        along = axis % x.ndim
-        shape = (*x.shape[:along], (stop - start) // block, block, *x.shape[along + 1 :])
-        return jnp.moveaxis(x.reshape(shape), along, 0)
-
-    return jax.tree.map(cut, _part(tree, axis, start, stop))
-
-
-def _join(blocks: Float[Array, "blocks B t N V"]) -> Float[Array, "B T N V"]:
-    number, batch, block, *rest = blocks.shape
-    return jnp.moveaxis(blocks, 0, 1).reshape(batch, number * block, *rest)
-
-
-def _visible(
-    own_keys: Int[Array, "t"] | None,
-    num_keys: int,
-    query_segment_ids: Int[Array, "B t"] | None,
-    key_segment_ids: Int[Array, "B S"] | None,
-    mask: Bool[Array, "#B #N t S"] | None,
-) -> Bool[Array, "*#B #N t S"] | None:
-    """True where a query sees a key; None where all see all."""
-    parts = [] if mask is None else [mask]
-    if own_keys is not None:
-        parts.append((jnp.arange(num_keys, dtype=jnp.int32) <= own_keys[:, None])[None])
-    if query_segment_ids is not None and key_segment_ids is not None:
-        ids = query_segment_ids[:, :, None]
-        parts.append(((ids == key_segment_ids[:, None, :]) & (ids != 0))[:, None])
-    return functools.reduce(jnp.logical_and, parts) if parts else None
+def _pick(x: Array | None, number: Array, ndim: int) -> Array | None:
+    """`x[number]` of an array with one dimension more than `ndim`, all the same if it has one."""
+    if x is None or x.ndim <= ndim:
+        return x
+    return x[0] if x.shape[0] == 1 else x[number]

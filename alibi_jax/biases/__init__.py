@@ -9,7 +9,8 @@ others. Keys after their query are treated by their distance, as those before it
 function says otherwise.
 """
 
-from alibi_jax.biases.alibi import alibi_bias, alibi_bias_at, alibi_slopes
+from alibi_jax.biases._positions import Bias
+from alibi_jax.biases.alibi import LinearBias, alibi_bias, alibi_bias_at, alibi_slopes
 from alibi_jax.biases.fire import FireWeights, fire_bias, fire_bias_at
 from alibi_jax.biases.forget import Decay, forget_bias_at, forget_decay
 from alibi_jax.biases.kerple import (
@@ -22,8 +23,10 @@ from alibi_jax.biases.sandwich import sandwich_bias, sandwich_bias_at, sandwich_
 from alibi_jax.biases.t5 import t5_bias, t5_bias_at, t5_buckets
 
 __all__ = [
+    "Bias",
     "Decay",
     "FireWeights",
+    "LinearBias",
     "alibi_bias",
     "alibi_bias_at",
     "alibi_slopes",

@@ -1,8 +1,14 @@
 """Where queries and keys stand, and how far apart."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
+
+# From query positions [..., T] and key positions [..., S], and where attention is given the
+# features of both, [B, T, ...] and [B, S, ...], from them too, to a bias [..., N, T, S].
+Bias = Callable[..., Array | None]
 
 
 def positions_by_length(

@@ -1,5 +1,6 @@
 """ALiBi: biases that fall in proportion to the distance, by a slope fixed for each head."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -93,3 +94,24 @@ def alibi_bias_at(
         slope = jnp.where(relative > 0, future[:, None, None], slope)
     # Negated as an integer: a key at its query's own position gets 0, not -0.
     return (slope * (-jnp.abs(relative)).astype(jnp.float32)).astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LinearBias:
+    """ALiBi's bias as a function of positions, whose slopes can be seen: `alibi_bias_at`.
+
+    Attention that is given this rather than any other function keeps no bias in memory, and can
+    tell which keys are too far away to matter.
+    """
+
+    slopes: Slopes
+    future_slopes: Slopes | None = None
+
+    def __call__(
+        self, query_positions: Int[Array, "... T"], key_positions: Int[Array, "... S"]
+    ) -> Float[Array, "... N T S"]:
+        """The bias, float32."""
+        return alibi_bias_at(
+            self.slopes, query_positions, key_positions, future_slopes=self.future_slopes
+        )

@@ -1,0 +1,336 @@
+"""Softmax attention block by block with a running maximum and sum, and its gradient.
+
+The online softmax of Milakov & Gimelshein 2018 (arXiv 1805.02867); the gradient computes each
+block of scores anew from the rows' log-sum-exps (Dao et al. 2022, arXiv 2205.14135, section 3.1
+and algorithm 4). Blocks of queries are the outer loop, and for each of them a range of blocks of
+keys, which may be traced, is the inner one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AxisType
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from alibi_jax.attention.places import Places
+
+# Finite, so that the difference of two of them is 0 and not NaN.
+MASKED = float(jnp.finfo(jnp.float32).min)
+
+
+class Ranges(NamedTuple):
+    """Key blocks of each query block: from `first` to before `stop`.
+
+    Those of them from `full_first` to before `full_stop` need no mask.
+    """
+
+    first: Int[Array, "blocks"]
+    full_first: Int[Array, "blocks"]
+    full_stop: Int[Array, "blocks"]
+    stop: Int[Array, "blocks"]
+
+
+class Operands(NamedTuple):
+    """Everything that is cut into blocks; leading axes, if any, are batch and heads."""
+
+    query: Float[Array, "*G T H"]
+    key: Float[Array, "*G S H"]
+    value: Float[Array, "*G S V"]
+    bias: Any
+    rows: Places
+    columns: Places
+    mask: Bool[Array, "*#G T S"] | None
+    ranges: Ranges
+    dropout_key: Key[Array, ""] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What is known while tracing.
+
+    `bias` takes its operands and the places of queries and keys to `[..., t, s]`, `seen` the
+    places of both to what a query may see, or None for all.
+    """
+
+    bias: Callable[[Any, Places, Places], Array] | None
+    seen: Callable[[Places, Places], Array | None]
+    query_block: int
+    key_block: int
+    # Whether there are blocks to mask before and after those that need none.
+    masked_before: bool
+    masked_after: bool
+    dropout_rate: float
+
+
+def _cut(x: Any, number: Array | int, size: int, axis: int = -2) -> Any:
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, number * size, size, axis % x.ndim), x
+    )
+
+
+def cut_places(places: Places, number: Array | int, size: int) -> Places:
+    """Block `number` of the places, of that size."""
+    features = _cut(places.features, number, size, 1)
+    return _cut(places._replace(features=None), number, size, -1)._replace(features=features)
+
+
+def _add(x: Array, part: Array, number: Array, size: int, axis: int = -2) -> Array:
+    whole = _cut(x, number, size, axis) + part
+    return jax.lax.dynamic_update_slice_in_dim(x, whole, number * size, axis % x.ndim)
+
+
+def _blocks(rule: Rule, operands: Operands, row: Array, step: Callable, start: Any) -> Any:
+    """The steps of a query block: `step(carry, column, masked)` over its key blocks."""
+    first, full_first, full_stop, stop = (x[row] for x in operands.ranges)
+
+    def run(start: Any, first: Array, stop: Array, masked: bool) -> Any:
+        return jax.lax.fori_loop(first, stop, lambda j, carry: step(carry, j, masked), start)
+
+    if rule.masked_before:
+        start = run(start, first, full_first, True)
+    start = run(start, full_first, full_stop, False)
+    return run(start, full_stop, stop, True) if rule.masked_after else start
+
+
+def _visible(rule: Rule, operands: Operands, rows: Places, columns: Places, at: tuple) -> Any:
+    """What the queries of a block may see of the keys of another; None for all."""
+    seen = rule.seen(rows, columns)
+    if operands.mask is None:
+        return seen
+    mask = _cut(_cut(operands.mask, at[0], rule.query_block), at[1], rule.key_block, -1)
+    return mask if seen is None else mask & seen
+
+
+def _biased(
+    bias_of: Callable[[Any, Places, Places], Array],
+    rows: Places,
+    columns: Places,
+    shape: tuple[int, ...],
+    bias: Any,
+    row_features: Any,
+    column_features: Any,
+) -> Array:
+    """The bias between blocks, as a function of what it has gradients for."""
+    rows = rows._replace(features=row_features)
+    columns = columns._replace(features=column_features)
+    return jnp.broadcast_to(bias_of(bias, rows, columns).astype(jnp.float32), shape)
+
+
+def _kept(rule: Rule, operands: Operands, at: tuple, shape: tuple[int, ...]) -> Array | None:
+    """Where dropout keeps the weights of a block, `[..., t, s]`; None without dropout."""
+    if operands.dropout_key is None:
+        return None
+    key = jax.random.fold_in(jax.random.fold_in(operands.dropout_key, at[0]), at[1])
+    return jax.random.bernoulli(key, 1.0 - rule.dropout_rate, shape)
+
+
+def _forward(rule: Rule, operands: Operands) -> tuple[Array, Array]:
+    """The result, in the dtype of the queries, and the log-sum-exp of each row of scores.
+
+    The latter is -inf where a row sees nothing.
+    """
+    scale = operands.query.shape[-1] ** -0.5
+    number = operands.query.shape[-2] // rule.query_block
+
+    def query_block(i: Array) -> tuple[Array, Array]:
+        query = _cut(operands.query, i, rule.query_block)
+        rows = cut_places(operands.rows, i, rule.query_block)
+
+        def step(carry: tuple[Array, ...], j: Array, masked: bool) -> tuple[Array, ...]:
+            out, top, total = carry
+            key, value = (_cut(x, j, rule.key_block) for x in (operands.key, operands.value))
+            columns = cut_places(operands.columns, j, rule.key_block)
+            scores = _dot("...th,...sh->...ts", query, key) * scale
+            if rule.bias is not None:
+                scores += rule.bias(operands.bias, rows, columns).astype(jnp.float32)
+            visible = _visible(rule, operands, rows, columns, (i, j)) if masked else None
+            if visible is not None:
+                scores = jnp.where(visible, scores, MASKED)
+            # Not below the floor that it starts from, though a bias be -inf all along.
+            new = jnp.maximum(top, scores.max(axis=-1))
+            weights = jnp.exp(scores - new[..., None])
+            if visible is not None:
+                # Where a row has seen no key yet, every score is the same.
+                weights = jnp.where(visible, weights, 0.0)
+            shrink = jnp.exp(top - new)
+            total = total * shrink + weights.sum(axis=-1)
+            kept = _kept(rule, operands, (i, j), weights.shape)
+            if kept is not None:
+                weights = jnp.where(kept, weights / (1.0 - rule.dropout_rate), 0.0)
+            out = out * shrink[..., None] + _dot(
+                "...ts,...sv->...tv", weights.astype(value.dtype), value
+            )
+            return out, new, total
+
+        shape = query.shape[:-1]
+        start = (
+            _full(operands, (*shape, operands.value.shape[-1]), 0.0),
+            _full(operands, shape, MASKED),
+            _full(operands, shape, 0.0),
+        )
+        out, top, total = _blocks(rule, operands, i, step, start)
+        some = total > 0.0
+        total = jnp.where(some, total, 1.0)
+        log_sum = jnp.where(some, top + jnp.log(total), -jnp.inf)
+        return (out / total[..., None]).astype(query.dtype), log_sum
+
+    out, log_sum = jax.lax.map(query_block, jnp.arange(number, dtype=jnp.int32))
+    return _join(out, -2), _join(log_sum, -1)
+
+
+def _dot(equation: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+
+
+def _join(blocks: Array, axis: int) -> Array:
+    """Blocks, stacked in front, one after the other along an axis."""
+    axis %= blocks.ndim - 1
+    whole = jnp.moveaxis(blocks, 0, axis)
+    return whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
+
+
+def online_attention(rule: Rule, operands: Operands) -> tuple[Array, Array]:
+    """Softmax(query · key / sqrt(H) + bias) · value over the blocks that the ranges name.
+
+    `[..., T, V]` in the dtype of `query`; and the log-sum-exp of each row of scores, `[..., T]`,
+    -inf where it sees nothing. Scores and softmax are float32. Differentiable once, in the
+    queries, keys, values, the bias's operands and the features.
+    """
+    # Inside `jax.shard_map` some may be the same on all devices and others not: made alike here,
+    # so that what they get as gradients, which is not the same on all, is summed up outside.
+    return _online_attention(rule, jax.tree.map(functools.partial(_alike, operands), operands))
+
+
+def _alike(operands: Operands, x: Array) -> Array:
+    """`x`, varying over the devices of a `jax.shard_map` as the operands do; `x` outside of one."""
+    manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+    if not manual or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    each = (
+        y for y in jax.tree.leaves(operands) if not jnp.issubdtype(y.dtype, jax.dtypes.prng_key)
+    )
+    # Never chosen, and so taken out when compiled.
+    other = sum(y.reshape(-1)[0].astype(x.dtype) for y in each)
+    return jnp.where(False, other, x)
+
+
+def _full(operands: Operands, shape: tuple[int, ...], value: float) -> Float[Array, "..."]:
+    return _alike(operands, jnp.full(shape, value, jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _online_attention(rule: Rule, operands: Operands) -> tuple[Array, Array]:
+    return _forward(rule, operands)
+
+
+def _with_residuals(rule: Rule, operands: Operands) -> tuple[tuple[Array, Array], tuple]:
+    leaves, tree = jax.tree.flatten(operands)
+    operands = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
+    perturbed = jax.tree.unflatten(tree, [leaf.perturbed for leaf in leaves])
+    out, log_sum = _forward(rule, operands)
+    # Told to the gradient by the tree's structure: whether anyone asks for the bias's.
+    asked = perturbed.bias, perturbed.rows.features, perturbed.columns.features
+    residuals = operands, out, log_sum, () if any(jax.tree.leaves(asked)) else None
+    return (out, log_sum), residuals
+
+
+def _gradient(rule: Rule, residuals: tuple, bars: tuple) -> tuple[Operands]:
+    operands, out, log_sum, asked = residuals
+    out_bar, log_sum_bar = (
+        jnp.zeros(bar.shape, bar.dtype) if isinstance(bar, SymbolicZero) else bar for bar in bars
+    )
+    # So that exp(score - it) is 0 where a row sees nothing.
+    log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum)
+    scale = operands.query.shape[-1] ** -0.5
+    number = operands.query.shape[-2] // rule.query_block
+    # Of each row, the mean of its weights' gradients, less that of its log-sum-exp.
+    means = (out_bar.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - log_sum_bar
+
+    def zeros(tree: Any) -> Any:
+        return jax.tree.map(lambda x: _full(operands, x.shape, 0.0), tree)
+
+    def query_block(sums: tuple, i: Array) -> tuple[tuple, tuple]:
+        query, bar = (_cut(x, i, rule.query_block) for x in (operands.query, out_bar))
+        rows = cut_places(operands.rows, i, rule.query_block)
+        log_sums, mean = (_cut(x, i, rule.query_block, -1) for x in (log_sum, means))
+
+        def step(carry: tuple, j: Array, masked: bool) -> tuple:
+            query_bar, row_bar, (key_bar, value_bar, bias_bar, column_bar) = carry
+            key, value = (_cut(x, j, rule.key_block) for x in (operands.key, operands.value))
+            columns = cut_places(operands.columns, j, rule.key_block)
+            # Transposed, [s, t]: of the products below only one has an operand to transpose.
+            scores = _dot("...sh,...th->...st", key, query) * scale
+            shape = *query.shape[:-1], key.shape[-2]
+            pull = None
+            if rule.bias is not None:
+                biased = functools.partial(_biased, rule.bias, rows, columns, shape)
+                parts = operands.bias, rows.features, columns.features
+                if asked is None:
+                    bias = biased(*parts)
+                else:
+                    bias, pull = jax.vjp(biased, *parts)
+                scores += jnp.swapaxes(bias, -1, -2)
+            weights = jnp.exp(scores - log_sums[..., None, :])
+            visible = _visible(rule, operands, rows, columns, (i, j)) if masked else None
+            if visible is not None:
+                weights = jnp.where(jnp.swapaxes(visible, -1, -2), weights, 0.0)
+            weights_bar = _dot("...sv,...tv->...st", value, bar)
+            used = weights
+            kept = _kept(rule, operands, (i, j), shape)
+            if kept is not None:
+                rate, kept = 1.0 - rule.dropout_rate, jnp.swapaxes(kept, -1, -2)
+                used = jnp.where(kept, weights / rate, 0.0)
+                weights_bar = jnp.where(kept, weights_bar / rate, 0.0)
+            scores_bar = weights * (weights_bar - mean[..., None, :])
+            if pull is not None:
+                biases = pull(jnp.swapaxes(scores_bar, -1, -2))
+                bias_bar, row_bar = jax.tree.map(jnp.add, (bias_bar, row_bar), biases[:2])
+                column_bar = jax.tree.map(
+                    lambda x, part: _add(x, part, j, rule.key_block, 1), column_bar, biases[2]
+                )
+            scores_bar = scores_bar.astype(query.dtype)
+            query_bar += _dot("...st,...sh->...th", scores_bar, key)
+            key_bar = _add(
+                key_bar, _dot("...st,...th->...sh", scores_bar, query), j, rule.key_block
+            )
+            value_bar = _add(
+                value_bar,
+                _dot("...st,...tv->...sv", used.astype(bar.dtype), bar),
+                j,
+                rule.key_block,
+            )
+            return query_bar, row_bar, (key_bar, value_bar, bias_bar, column_bar)
+
+        start = zeros(query), zeros(rows.features) if asked is not None else None, sums
+        query_bar, row_bar, sums = _blocks(rule, operands, i, step, start)
+        return sums, (query_bar * scale, row_bar)
+
+    sums = zeros((operands.key, operands.value))
+    sums += zeros((operands.bias, operands.columns.features)) if asked is not None else (None, None)
+    sums, (query_bar, row_bar) = jax.lax.scan(
+        query_block, sums, jnp.arange(number, dtype=jnp.int32)
+    )
+    key_bar, value_bar, bias_bar, column_bar = sums
+    row_bar = jax.tree.map(lambda x: _join(x, 1), row_bar)
+    none: Any = None
+    return (
+        Operands(
+            _join(query_bar, -2).astype(operands.query.dtype),
+            (key_bar * scale).astype(operands.key.dtype),
+            value_bar.astype(operands.value.dtype),
+            bias=bias_bar,
+            rows=Places(none, none, none, row_bar),
+            columns=Places(none, none, none, column_bar),
+            mask=None,
+            ranges=none,
+            dropout_key=None,
+        ),
+    )
+
+
+_online_attention.defvjp(_with_residuals, _gradient, symbolic_zeros=True)

@@ -1,0 +1,106 @@
+"""Compiles for TPUs that are not there: libtpu can, on any machine with Linux.
+
+In a process of its own, for libtpu reads the environment when it is loaded, and writes a lock.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("libtpu")
+
+HEADS, BLOCK = 8, 512
+CHIPS = ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"]
+CODE = f"""
+import json, sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from alibi_jax.attention.pallas_tpu import pallas_tpu
+from alibi_jax.attention.reach import KeyBlocks
+
+def compiled(chip, length, gradient, dtype, size, segments):
+    device = topologies.get_topology_desc(chip, platform="tpu").devices[0]
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=SingleDeviceSharding(device)
+    )
+    x = of((1, length, {HEADS}, size), dtype)
+    ranges = of((1, {HEADS}, -(-length // {BLOCK})), jnp.int32)
+    ids = of((1, length), jnp.int32) if segments else None
+
+    def attend(query, key, value, slopes, blocks, ids):
+        return pallas_tpu(
+            query, key, value, slopes, blocks, causal=True, offset=0, window=None,
+            query_segment_ids=ids, key_segment_ids=ids, block={BLOCK},
+        )
+
+    def loss(*inputs):
+        return (attend(*inputs).astype(jnp.float32) ** 2).sum()
+
+    function = jax.grad(loss, (0, 1, 2, 3)) if gradient else attend
+    inputs = x, x, x, of(({HEADS},), jnp.float32), KeyBlocks(ranges, ranges), ids
+    return jax.jit(function).lower(*inputs).compile()
+
+for case in json.loads(sys.argv[1]):
+    print(compiled(*case).memory_analysis().temp_size_in_bytes)
+"""
+
+
+def temporaries(cases):
+    """Bytes of each case's temporary arrays on the chip."""
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        # No machine to ask what it is, and other processes that compile at the same time.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(cases)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
+
+
+def check(cases):
+    """All compile, with temporary arrays of at most 2560 bytes a query and head.
+
+    A gradient's row is 512 bytes, float32 in 128 lanes. Those of keys and values are there twice
+    while a span of queries is added; beside them are that of queries, and inputs by heads.
+    """
+    for (_, length, *_), used in zip(cases, temporaries(cases), strict=True):
+        assert used <= 2560 * length * HEADS
+
+
+def test_b11_gradients_take_memory_linear_in_the_length():
+    """At 8192 one head's scores alone would be 256 MiB, against 160 MiB for all eight."""
+    check(
+        [
+            ("v5e:2x2", 8192, True, "bfloat16", 64, False),
+            ("v6e:2x2", 8192, True, "float32", 64, True),
+        ]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1024, 8192, 32768])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_b11_every_chip_and_length(chip, length):
+    check([(chip, length, gradient, "bfloat16", 64, False) for gradient in (False, True)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_wide_heads_in_float32_with_segments(chip):
+    check([(chip, 8192, True, "float32", 128, segments) for segments in (False, True)])
+
+
+@pytest.mark.slow
+def test_very_long_rows():
+    check([("v4:2x2x1", 131072, True, "bfloat16", 128, True)])
