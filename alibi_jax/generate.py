@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
-from alibi_jax.model import Cache, Transformer
+from alibi_jax.cache import BoundedCache, Cache
+from alibi_jax.model import Transformer
 
 Prompt = Sequence[int] | Integer[np.ndarray, "T"]
 
@@ -24,6 +25,8 @@ def generate(
     top_p: float = 1.0,
     key: Key[Array, ""] | Key[Array, "B"] | None = None,
     stop_token: int | None = None,
+    cache_tolerance: float | None = None,
+    cache_gap: float = 16.0,
 ) -> list[list[int]]:
     """The tokens that follow each prompt, up to and without `stop_token`.
 
@@ -33,12 +36,18 @@ def generate(
     ones are padded on the left, unseen, and each row draws from a key of its own (`key` split,
     or given as one a row).
 
+    With a `cache_tolerance`, for models of linear biases, each head keeps only its last keys, all
+    others having at most that share of a token's attention wherever scores spread no wider than
+    `cache_gap` (`Transformer.init_cache`).
+
     One pass over the prompts and one loop over the new tokens are compiled, for each model,
-    number of prompts, greatest prompt length and `max_new_tokens`.
+    number of prompts, greatest prompt length and `max_new_tokens`; with a `cache_tolerance`, also
+    for the numbers of keys that the slopes ask for.
 
     Raises:
         ValueError: for prompts that are empty or not of the vocabulary, options out of range,
-            or a length that a learned table does not reach.
+            a length that a learned table does not reach, or, after decoding, a greater share
+            left out of some token's attention than `cache_tolerance`.
     """
     tokens, real = _padded(prompts, model.unembedding.shape[0])
     batch_size, length = tokens.shape
@@ -67,8 +76,14 @@ def generate(
     if keys.shape != (batch_size,):
         raise ValueError(f"{keys.shape[0]} keys for {batch_size} prompts: give one, or one each")
     graphdef, state = nnx.split(model)
-    logits, cache = prefill(graphdef, state, tokens, real, length + max_new_tokens - 1)
-    new, _ = decode(
+    cache = model.init_cache(
+        batch_size,
+        length + max_new_tokens - 1,
+        tolerance=cache_tolerance,
+        gap=None if cache_tolerance is None else cache_gap,
+    )
+    logits, cache = prefill(graphdef, state, tokens, real, cache)
+    new, cache = decode(
         graphdef,
         state,
         cache,
@@ -80,20 +95,28 @@ def generate(
         max_new_tokens,
         sampled,
     )
+    if cache_tolerance is not None and isinstance(cache, BoundedCache):
+        share = float(cache.left_out.max())
+        # Also where it is no number.
+        if not share <= cache_tolerance:
+            raise ValueError(
+                f"up to {share:.2g} of a token's attention was left out, more than "
+                f"cache_tolerance={cache_tolerance:g}: give a cache_gap above {cache_gap:g}"
+            )
     return [_until(row, stop_token) for row in np.asarray(new).tolist()]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
 def prefill(
     graphdef: Any,
     state: Any,
     tokens: Int[Array, "B T"],
     real: Bool[Array, "B T"],
-    capacity: int,
-) -> tuple[Float[Array, "B V"], Cache]:
-    """The logits after the prompts, and a cache with the prompts in it."""
+    cache: Cache | BoundedCache,
+) -> tuple[Float[Array, "B V"], Cache | BoundedCache]:
+    """The logits after the prompts, and the cache, which was empty, with the prompts in it."""
     model = nnx.merge(graphdef, state)
-    hidden, cache = model.decode(tokens, model.init_cache(tokens.shape[0], capacity), real=real)
+    hidden, cache = model.decode(tokens, cache, real=real)
     return model.logits(hidden[:, -1:])[:, 0], cache
 
 
@@ -101,7 +124,7 @@ def prefill(
 def decode(
     graphdef: Any,
     state: Any,
-    cache: Cache,
+    cache: Cache | BoundedCache,
     logits: Float[Array, "B V"],
     keys: Key[Array, "B"],
     temperature: Float[Array, ""],
@@ -109,7 +132,7 @@ def decode(
     stop_token: Int[Array, ""],
     max_new_tokens: int,
     sampled: bool,
-) -> tuple[Int[Array, "B {max_new_tokens}"], Cache]:
+) -> tuple[Int[Array, "B {max_new_tokens}"], Cache | BoundedCache]:
     """The new tokens, one after another, and the cache, which takes the place of the one given.
 
     After a row's stop token come only more of it; ends before `max_new_tokens` once all rows have
@@ -135,7 +158,8 @@ def decode(
 
     def one_more(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, last, tokens, cache = carry
-        hidden, cache = model.decode(last[:, None], cache)
+        # What comes after a row's stop token is not given out, and should not count.
+        hidden, cache = model.decode(last[:, None], cache, real=(last != stop_token)[:, None])
         chosen = choose(step, model.logits(hidden)[:, 0])
         chosen = jnp.where(last == stop_token, stop_token, chosen)
         return step + 1, chosen, put(tokens, step, chosen), cache

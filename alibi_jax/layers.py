@@ -14,9 +14,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from alibi_jax import config as configs
 from alibi_jax.attention import attention
-from alibi_jax.biases import Decay, forget_bias_at, forget_decay
+from alibi_jax.attention.ring import Rings, ring_attention
+from alibi_jax.biases import Decay, LinearBias, forget_bias_at, forget_decay
+from alibi_jax.cache import KeyValues
 from alibi_jax.positions import METHODS, PositionMethod, make_position_method
-from alibi_jax.sharding import constrain
+from alibi_jax.sharding import constrain, split
 
 # Of the function itself, and whether it multiplies a second projection (a gated unit).
 _ACTIVATIONS = {
@@ -72,18 +74,10 @@ class Projection(nnx.Module):
         return out.astype(self.dtype)
 
 
-class KeyValues(NamedTuple):
-    """What a layer keeps of its tokens for later queries: keys as projected, not yet rotated."""
-
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K H"]
-    gates: Float[Array, "B S N"] | None
-
-
 class Places(NamedTuple):
     """Where the queries and the keys of a forward pass stand, the same for all layers.
 
-    Query t is key `offset` + t.
+    Query t is key `offset` + t. `counted`: within a segment positions differ as indices do.
     """
 
     query_positions: Int[Array, "*#B T"]
@@ -91,6 +85,7 @@ class Places(NamedTuple):
     query_segment_ids: Int[Array, "B T"] | None
     key_segment_ids: Int[Array, "B S"] | None
     offset: int | Int[Array, ""]
+    counted: bool
 
 
 class Attention(nnx.Module):
@@ -125,12 +120,12 @@ class Attention(nnx.Module):
         x: Float[Array, "B T D"],
         position: PositionMethod,
         places: Places,
-        cached: KeyValues | None,
+        cached: KeyValues | Rings | None,
         training_key: Key[Array, ""] | None,
-    ) -> tuple[Float[Array, "B T D"], KeyValues | None]:
+    ) -> tuple[Float[Array, "B T D"], KeyValues | Rings | None]:
         """What the layer adds to its input, in the compute dtype; and the cache, if there is one.
 
-        A cache has its entries from `places.offset` on written before it is read.
+        A cache of all keys has its entries from `places.offset` on written before it is read.
         """
         length = x.shape[1]
         query = constrain(self.query(x), "batch", None, "heads", None)
@@ -139,37 +134,110 @@ class Attention(nnx.Module):
             constrain(self.value(x), "batch", None, "kv_heads", None),
             position.gates(x),
         )
-        if cached is not None:
-            keys = cached = jax.tree.map(
-                lambda old, new: jax.lax.dynamic_update_slice_in_dim(
-                    old, new.astype(old.dtype), places.offset, axis=1
-                ),
+        bias = position.bias()
+        if isinstance(cached, Rings) and isinstance(bias, LinearBias):
+            out, cached = ring_attention(
+                query,
+                keys.key,
+                keys.value,
+                bias.slopes,
                 cached,
-                keys,
+                used=places.offset,
+                positions=places.query_positions,
+                segment_ids=places.query_segment_ids,
             )
+            return self.out(out), cached
+        if isinstance(cached, KeyValues):
+            keys = cached = cached.write(keys, places.offset)
         key_decay = query_decay = None
         if keys.gates is not None:
             key_decay = forget_decay(keys.gates, places.key_segment_ids)
             query_decay = jax.tree.map(
                 lambda x: jax.lax.dynamic_slice_in_dim(x, places.offset, length, axis=1), key_decay
             )
+            bias = _decay_bias
         query, key = position.rotate(query, keys.key, places.query_positions, places.key_positions)
-        out = attention(
+        if (bias is None or isinstance(bias, LinearBias)) and (
+            training_key is None or self.dropout_rate == 0.0
+        ):
+            out = _linear_attention(query, key, keys.value, bias, places)
+        else:
+            out = attention(
+                query,
+                key,
+                keys.value,
+                bias=bias,
+                offset=places.offset,
+                query_positions=places.query_positions,
+                key_positions=places.key_positions,
+                query_segment_ids=places.query_segment_ids,
+                key_segment_ids=places.key_segment_ids,
+                query_features=query_decay,
+                key_features=key_decay,
+                dropout_rate=self.dropout_rate,
+                dropout_key=training_key,
+            )
+        return self.out(out), cached
+
+
+def _linear_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    bias: LinearBias | None,
+    places: Places,
+) -> Float[Array, "B T N V"]:
+    """Attention without a bias or with a linear one, by each device on its own rows and heads."""
+    # Distances are the same by index, which every engine takes.
+    positions = (None, None) if places.counted else (places.query_positions, places.key_positions)
+    offset = places.offset
+    traced = None if isinstance(offset, int) else offset
+
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        slopes: Array | None,
+        query_positions: Array | None,
+        key_positions: Array | None,
+        query_segment_ids: Array | None,
+        key_segment_ids: Array | None,
+        traced: Array | None,
+    ) -> Array:
+        return attention(
             query,
             key,
-            keys.value,
-            bias=position.bias if key_decay is None else _decay_bias,
-            offset=places.offset,
-            query_positions=places.query_positions,
-            key_positions=places.key_positions,
-            query_segment_ids=places.query_segment_ids,
-            key_segment_ids=places.key_segment_ids,
-            query_features=query_decay,
-            key_features=key_decay,
-            dropout_rate=self.dropout_rate,
-            dropout_key=training_key,
+            value,
+            bias=None if slopes is None else LinearBias(slopes),
+            offset=offset if traced is None else traced,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            query_segment_ids=query_segment_ids,
+            key_segment_ids=key_segment_ids,
         )
-        return self.out(out), cached
+
+    ids = ("batch", None)
+    of_rows = [ids if x is not None and x.ndim == 2 else (None,) for x in positions]
+    axes = [
+        ("batch", None, "heads", None),
+        ("batch", None, "kv_heads", None),
+        ("batch", None, "kv_heads", None),
+        ("heads",),
+        *of_rows,
+        ids,
+        ids,
+        (),
+    ]
+    return split(attend, axes, ("batch", None, "heads", None))(
+        query,
+        key,
+        value,
+        None if bias is None else bias.slopes,
+        *positions,
+        places.query_segment_ids,
+        places.key_segment_ids,
+        traced,
+    )
 
 
 def _decay_bias(
@@ -225,9 +293,9 @@ class Layer(nnx.Module):
         x: Float[Array, "B T D"],
         position: PositionMethod,
         places: Places,
-        cached: KeyValues | None,
+        cached: KeyValues | Rings | None,
         training_key: Key[Array, ""] | None,
-    ) -> tuple[Float[Array, "B T D"], KeyValues | None]:
+    ) -> tuple[Float[Array, "B T D"], KeyValues | Rings | None]:
         """The residual stream after the layer; and the cache, if there is one."""
         keys = [None, None] if training_key is None else list(jax.random.split(training_key))
         with jax.named_scope("attention"):

@@ -5,7 +5,7 @@ Arrays carry their axes in the einsum strings: B batch, T length, D width, V voc
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax import config as configs
-from alibi_jax.layers import KeyValues, Layer, Places, dropout, make_norm
+from alibi_jax.attention.ring import Rings, empty_rings
+from alibi_jax.cache import BoundedCache, Cache, KeyValues, bounding_slopes
+from alibi_jax.layers import Layer, Places, dropout, make_norm
 from alibi_jax.positions import METHODS, PositionMethod, make_position_method
 from alibi_jax.sharding import constrain, named_sharding
-
-
-class Cache(NamedTuple):
-    """Keys and values of the tokens so far, in S slots of which the first `used` are taken.
-
-    Rows share their slots and differ in their positions: a shorter row starts with padding, whose
-    segment id is 0.
-    """
-
-    layers: tuple[KeyValues, ...]
-    positions: Int[Array, "B S"]
-    segment_ids: Int[Array, "B S"]
-    used: Int[Array, ""]
 
 
 class Transformer(nnx.Module):
@@ -99,23 +88,59 @@ class Transformer(nnx.Module):
         padding) they count from each segment's start. Attention is causal by index. With a
         `training_key` there is dropout, and positions are drawn where the method draws them.
         """
-        if positions is None:
-            positions = (
-                jnp.arange(tokens.shape[1], dtype=jnp.int32)
-                if segment_ids is None
-                else segment_positions(segment_ids)
-            )
+        counted = positions is None
+        if positions is None and segment_ids is not None:
+            positions, segment_ids = segment_positions(segment_ids), segment_runs(segment_ids)
+        elif positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         if training_key is not None:
             # Past the numbers of the embedding's and the layers' dropout.
             key = jax.random.fold_in(training_key, len(self.layers) + 1)
             for method in self.positions.values():
-                positions = method.training_positions(positions, key, tokens.shape[0])
-        places = Places(positions, positions, segment_ids, segment_ids, 0)
+                drawn = method.training_positions(positions, key, tokens.shape[0])
+                counted, positions = counted and drawn is positions, drawn
+        places = Places(positions, positions, segment_ids, segment_ids, 0, counted)
         return self._run(tokens, places, None, training_key)[0]
 
-    def init_cache(self, batch_size: int, capacity: int) -> Cache:
-        """An empty cache of so many slots a row; `decode` fills it."""
-        slots = jnp.zeros((batch_size, capacity), jnp.int32)
+    def init_cache(
+        self,
+        batch_size: int,
+        capacity: int,
+        *,
+        tolerance: float | None = None,
+        gap: float | None = None,
+    ) -> Cache | BoundedCache:
+        """An empty cache for so many tokens a row; `decode` fills it.
+
+        With a `tolerance`, for models of linear biases alone, each head has but as many of the
+        last keys as it takes for all others to have at most that share of a row's weight,
+        wherever |q|·K/sqrt(H) − q·k/sqrt(H) is at most `gap` (K: the greatest norm of a key; k:
+        the query's own key). Then `capacity` is only the most that any head has. Whether the
+        gap was wide enough is in `left_out` of the cache, which is proved from the data.
+
+        Raises:
+            ValueError: for one of tolerance and gap without the other, either out of range, or
+                with a layer whose position method is not a linear bias alone.
+        """
+        if (tolerance is None) != (gap is None):
+            raise ValueError(f"tolerance={tolerance} and gap={gap}: give both, or neither")
+        rows = functools.partial(jnp.zeros, dtype=jnp.int32)
+        if tolerance is not None and gap is not None:
+            rings = []
+            for number, (layer, position) in enumerate(self._layers()):
+                _, num_kv_heads, head_size = layer.attention.key.kernel.shape
+                empty_layer = empty_rings(
+                    bounding_slopes(self._position_of(number), position),
+                    batch_size=batch_size,
+                    capacity=capacity,
+                    num_kv_heads=num_kv_heads,
+                    head_size=head_size,
+                    dtype=self.dtype,
+                    gap=gap,
+                    tolerance=tolerance,
+                )
+                rings.append(empty_layer)
+            return BoundedCache(tuple(rings), rows(batch_size), jnp.int32(0))
 
         def empty(layer: Layer, position: PositionMethod) -> KeyValues:
             projections = layer.attention.key, layer.attention.value
@@ -129,24 +154,34 @@ class Transformer(nnx.Module):
             )
 
         layers = tuple(empty(layer, position) for layer, position in self._layers())
-        return Cache(layers, slots, slots, jnp.int32(0))
+        shape = batch_size, capacity
+        return Cache(layers, rows(shape), rows(shape), jnp.int32(0))
 
     def decode(
         self,
         tokens: Int[Array, "B T"],
-        cache: Cache,
+        cache: Cache | BoundedCache,
         *,
         real: Bool[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache]:
+    ) -> tuple[Float[Array, "B T D"], Cache | BoundedCache]:
         """`hidden_states` of the next tokens of each row, and the cache with them in it.
 
         In chunks of any sizes the outputs are those of the whole. `real` is false for padding,
-        before which a row's positions do not count. Past the cache's end outputs are NaN.
+        before which a row's positions do not count. Past the cache's end outputs are NaN; a
+        bounded cache has none, and what was left out counts in its `left_out`.
 
         Raises:
             ValueError: where it is known while tracing that the tokens don't fit into the cache.
         """
         batch_size, length = tokens.shape
+        if real is None:
+            real = jnp.ones((batch_size, length), bool)
+        ids = real.astype(jnp.int32)
+        if isinstance(cache, BoundedCache):
+            positions = jnp.maximum(cache.real[:, None] + jnp.cumsum(ids, axis=1) - 1, 0)
+            places = Places(positions, positions, ids, ids, cache.used, False)
+            hidden, rings = self._run(tokens, places, cache.layers, None)
+            return hidden, BoundedCache(rings, cache.real + ids.sum(axis=1), cache.used + length)
         capacity = cache.positions.shape[1]
         end = cache.used + length
         if length > capacity or (not isinstance(end, jax.core.Tracer) and end > capacity):
@@ -154,15 +189,12 @@ class Transformer(nnx.Module):
                 f"{length} more tokens don't fit into a cache of {capacity} slots, "
                 f"{cache.used} of them taken: make it larger"
             )
-        if real is None:
-            real = jnp.ones((batch_size, length), bool)
-        ids = real.astype(jnp.int32)
         before = cache.segment_ids.sum(axis=1, keepdims=True)
         positions = jnp.maximum(before + jnp.cumsum(ids, axis=1) - 1, 0)
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         key_positions = write(cache.positions, positions, cache.used)
         key_ids = write(cache.segment_ids, ids, cache.used)
-        places = Places(positions, key_positions, ids, key_ids, cache.used)
+        places = Places(positions, key_positions, ids, key_ids, cache.used, False)
         hidden, layers = self._run(tokens, places, cache.layers, None)
         # A slice written past the end would have been moved back over the last slots.
         hidden = jnp.where(end <= capacity, hidden, jnp.nan)
@@ -188,7 +220,7 @@ class Transformer(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         places: Places,
-        cached: tuple[KeyValues, ...] | None,
+        cached: tuple[KeyValues, ...] | tuple[Rings, ...] | None,
         training_key: Key[Array, ""] | None,
     ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
         # Gathered whole: looked up in a table split both ways, rows would be assembled one by one.
@@ -218,8 +250,17 @@ class Transformer(nnx.Module):
 def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Positions that count from 0 within each run of equal segment ids, int32."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+    return index - jax.lax.cummax(jnp.where(_starts(segment_ids), index, 0), axis=1)
+
+
+def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Segment ids that no two runs of equal ids share, int32; 0, padding, stays 0."""
+    runs = jnp.cumsum(_starts(segment_ids), axis=1, dtype=jnp.int32) + 1
+    return jnp.where(segment_ids == 0, 0, runs)
+
+
+def _starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
 
 
 def make_model(config: configs.Config, vocab_size: int, rngs: nnx.Rngs) -> Transformer:

@@ -5,7 +5,7 @@ Everything else names logical axes; the mesh's own axis names appear in this fil
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,40 @@ def constrain(x: Array, *logical: str | None) -> Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(*logical))
+
+
+def split(
+    function: Callable[..., Array],
+    axes: Sequence[tuple[str | None, ...]],
+    out: tuple[str | None, ...],
+) -> Callable[..., Array]:
+    """`function` of arrays with these logical axes, run by each device on its part of them.
+
+    For what the compiler cannot split by itself: loops over rows or heads, and kernels. Just
+    `function` where there is one device, or where sizes do not divide. An argument may be None.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(kind != AxisType.Auto for kind in mesh.axis_types) or mesh.size == 1:
+        return function
+    sizes = {name: math.prod(mesh.shape[axis] for axis in names) for name, names in RULES.items()}
+
+    def run(*arrays: Array | None) -> Array:
+        divides = all(
+            length % sizes.get(name or "", 1) == 0
+            for x, names in zip(arrays, axes)
+            if x is not None
+            for length, name in zip(x.shape, names)
+        )
+        if not divides:
+            return function(*arrays)
+        return jax.shard_map(
+            function,
+            in_specs=tuple(partition_spec(*names) for names in axes),
+            out_specs=partition_spec(*out),
+            check_vma=False,
+        )(*arrays)
+
+    return run
 
 
 def local_rows(sharding: NamedSharding, num_rows: int) -> Int[np.ndarray, "b"]:

@@ -18,9 +18,9 @@ LENGTH, TRAIN_LENGTH, HEAD = 64, 64, 3
 def heat(name: str, method: PositionMethod, config: Model) -> tuple[np.ndarray, str]:
     """What is drawn, `[T, S]`, and what it is, in a word."""
     positions = jnp.arange(LENGTH)
-    bias = method.bias(positions, positions)
+    bias = method.bias()
     if bias is not None:
-        return np.asarray(bias[HEAD]), "bias"
+        return np.asarray(bias(positions, positions)[HEAD]), "bias"
     text = jax.random.normal(jax.random.key(1), (1, LENGTH, config.width))
     gates = method.gates(text)
     if gates is not None:

@@ -10,7 +10,7 @@ import alibi_jax
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/using-the-biases.md", "docs/positions.md")
+PAGES = ("README.md", "docs/attention.md", "docs/using-the-biases.md", "docs/positions.md")
 
 
 def blocks(page):
@@ -41,6 +41,6 @@ def test_no_block_is_left_out(page):
 def test_the_page_names_every_bias_function():
     page = (ROOT / "docs/using-the-biases.md").read_text()
     table = page.partition("\n## The bias functions\n")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`([a-z0-9]+_\w+|FireWeights|Decay)[`(]", table)) >= set(
+    assert set(re.findall(r"`([a-z0-9]+_\w+|FireWeights|Decay|LinearBias|Bias)[`(]", table)) >= set(
         alibi_jax.__all__
     )

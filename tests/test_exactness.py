@@ -22,7 +22,7 @@ from alibi_jax.sharding import named_sharding
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 # The package gives the function the name of its module.
-blockwise = importlib.import_module("alibi_jax.attention.blockwise")
+engines = importlib.import_module("alibi_jax.attention.engines")
 
 VOCAB = 12
 TRAIN_LENGTH = 16
@@ -137,10 +137,10 @@ def test_evaluation(case):
 
 @every_case
 def test_evaluation_in_blocks(case, monkeypatch):
-    monkeypatch.setattr(blockwise, "_DENSE_LENGTH", 0)
-    monkeypatch.setattr(blockwise, "_BLOCK", {"cpu": 3})
+    monkeypatch.setattr(engines, "_DENSE_SCORES", 0)
+    monkeypatch.setattr(engines, "_DENSE_QUERIES", 0)
+    monkeypatch.setattr(engines, "_BLOCK", {"cpu": 3})
     # One of two blocks, and two queries that are left.
-    monkeypatch.setattr(blockwise, "_SEGMENTS", 2)
     tokens = some_tokens()
     # Compiled as a whole: the loop over blocks would be anyway, anew in each layer.
     logits = jax.jit(functools.partial(logits_of, make(case)))(tokens)

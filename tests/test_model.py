@@ -19,6 +19,7 @@ from alibi_jax.model import (
     initial_params,
     make_model,
     segment_positions,
+    segment_runs,
 )
 
 VOCAB = 11
@@ -316,6 +317,20 @@ def test_positions_count_within_each_run(rows):
     positions = segment_positions(jnp.array(rows, jnp.int32))
     assert positions.dtype == jnp.int32
     np.testing.assert_array_equal(positions, expected)
+
+
+@pytest.mark.parametrize("position", ["alibi", "rotary", "fox"])
+def test_d3_an_id_that_recurs_is_another_segment(position):
+    """Positions and what is seen follow the same runs, whether they are given or not."""
+    model, tokens = make(position), some_tokens(2, 9)
+    ids = jnp.array([[1, 1, 1, 0, 1, 1, 1, 1, 1], [2, 2, 3, 3, 3, 2, 2, 2, 2]])
+    runs = segment_runs(ids)
+    np.testing.assert_array_equal(runs, [[1, 1, 1, 0, 3, 3, 3, 3, 3], [1, 1, 2, 2, 2, 3, 3, 3, 3]])
+    hidden = model.hidden_states(tokens, segment_ids=ids)
+    given = model.hidden_states(tokens, positions=segment_positions(ids), segment_ids=runs)
+    np.testing.assert_allclose(hidden, given, atol=1e-5)
+    alone = model.hidden_states(tokens[:, 5:])
+    np.testing.assert_allclose(hidden[1, 5:], alone[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("position", ["alibi", "rotary", "learned"])

@@ -3,6 +3,8 @@
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
+from alibi_jax.biases import Bias
+
 
 class PositionMethod(nnx.Module):
     """No positions at all (NoPE): every hook leaves things as they are.
@@ -49,8 +51,10 @@ class PositionMethod(nnx.Module):
         """
         return None
 
-    def bias(
-        self, query_positions: Int[Array, "*#B T"], key_positions: Int[Array, "*#B S"]
-    ) -> Float[Array, "*#B N T S"] | None:
-        """What is added to the scores, float32; None for nothing."""
+    def bias(self) -> Bias | None:
+        """What is added to the scores: a function of positions; None for nothing.
+
+        It takes positions of queries and keys, `[..., T]` and `[..., S]`, int32, to
+        `[..., N, T, S]`, float32. Linear biases are a `LinearBias`.
+        """
         return None

@@ -1,13 +1,16 @@
 """Methods that bias the scores."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from alibi_jax.biases import (
+    Bias,
     FireWeights,
-    alibi_bias_at,
+    LinearBias,
     alibi_slopes,
     fire_bias_at,
     kerple_log_bias_at,
@@ -34,11 +37,9 @@ class Alibi(PositionMethod):
         """Of all heads, whatever the sharding."""
         return alibi_slopes(self.num_heads)
 
-    def bias(
-        self, query_positions: Int[Array, "*#B T"], key_positions: Int[Array, "*#B S"]
-    ) -> Float[Array, "*#B N T S"]:
+    def bias(self) -> Bias:
         """The linear bias."""
-        return alibi_bias_at(self.slopes() / self.factor, query_positions, key_positions)
+        return LinearBias(self.slopes() / self.factor)
 
 
 class AlibiLearned(Alibi):
@@ -66,11 +67,9 @@ class T5(PositionMethod):
         table = 0.02 * jax.random.normal(rngs.params(), (32, num_heads), jnp.float32)
         self.table = nnx.Param(table, axes=(None, "heads"))
 
-    def bias(
-        self, query_positions: Int[Array, "*#B T"], key_positions: Int[Array, "*#B S"]
-    ) -> Float[Array, "*#B N T S"]:
+    def bias(self) -> Bias:
         """The learned bias of each pair's bucket."""
-        return t5_bias_at(self.table[...], query_positions, key_positions)
+        return functools.partial(t5_bias_at, self.table[...])
 
 
 # The authors' code clamps KERPLE's parameters from below at this.
@@ -88,12 +87,10 @@ class KerpleLog(PositionMethod):
         self.log_scale = _logarithms(num_heads, 2.0, rngs)
         self.log_rate = _logarithms(num_heads, 1.0, rngs)
 
-    def bias(
-        self, query_positions: Int[Array, "*#B T"], key_positions: Int[Array, "*#B S"]
-    ) -> Float[Array, "*#B N T S"]:
+    def bias(self) -> Bias:
         """The logarithmic bias."""
         scale, rate = jnp.exp(self.log_scale[...]), jnp.exp(self.log_rate[...])
-        return kerple_log_bias_at(scale, rate, query_positions, key_positions)
+        return functools.partial(kerple_log_bias_at, scale, rate)
 
 
 class KerplePower(PositionMethod):
@@ -111,13 +108,11 @@ class KerplePower(PositionMethod):
         )
         self.exponent_logits = nnx.Param(jax.scipy.special.logit(halves), axes=("heads",))
 
-    def bias(
-        self, query_positions: Int[Array, "*#B T"], key_positions: Int[Array, "*#B S"]
-    ) -> Float[Array, "*#B N T S"]:
+    def bias(self) -> Bias:
         """The power bias."""
         scale = jnp.exp(self.log_scale[...])
         exponent = 2.0 * jax.nn.sigmoid(self.exponent_logits[...])
-        return kerple_power_bias_at(scale, exponent, query_positions, key_positions)
+        return functools.partial(kerple_power_bias_at, scale, exponent)
 
 
 def _logarithms(num_heads: int, largest: float, rngs: nnx.Rngs) -> nnx.Param:
@@ -131,11 +126,9 @@ class Sandwich(PositionMethod):
     def __init__(self, num_heads: int):
         self.num_heads = num_heads
 
-    def bias(
-        self, query_positions: Int[Array, "*#B T"], key_positions: Int[Array, "*#B S"]
-    ) -> Float[Array, "*#B N T S"]:
+    def bias(self) -> Bias:
         """The bias, without parameters."""
-        return sandwich_bias_at(sandwich_ratios(self.num_heads), query_positions, key_positions)
+        return functools.partial(sandwich_bias_at, sandwich_ratios(self.num_heads))
 
 
 class Fire(PositionMethod):
@@ -161,9 +154,7 @@ class Fire(PositionMethod):
         self.out_kernel = nnx.Param(uniform((hidden, num_heads), hidden), axes=(None, "heads"))
         self.out_bias = nnx.Param(uniform((num_heads,), hidden), axes=("heads",))
 
-    def bias(
-        self, query_positions: Int[Array, "*#B T"], key_positions: Int[Array, "*#B S"]
-    ) -> Float[Array, "*#B N T S"]:
+    def bias(self) -> Bias:
         """The network's bias of each pair."""
         weights = FireWeights(
             rate=self.rate[...],
@@ -173,7 +164,7 @@ class Fire(PositionMethod):
             out_kernel=self.out_kernel[...],
             out_bias=self.out_bias[...],
         )
-        return fire_bias_at(weights, query_positions, key_positions)
+        return functools.partial(fire_bias_at, weights)
 
 
 class Fox(PositionMethod):
