@@ -1,0 +1,71 @@
+"""Tokens a second of scoring a long stream on a CPU, with reach and without.
+
+    python benchmarks/evaluate.py [--config=FILE] [--lengths=128,4096]
+
+Random tokens, fresh parameters: the norms of their queries and keys are what reach depends on. The
+two take turns in each of `--rounds` rounds; medians, least and greatest, of the ratio of speeds and
+of tokens a second. Up to 256 tokens attention is dense, and knows no reach.
+"""
+
+import contextlib
+import functools
+import pathlib
+
+import _timing
+import jax
+import numpy as np
+from absl import flags
+
+from alibi_jax import command_line, sharding
+from alibi_jax.data.windows import evaluation_windows
+from alibi_jax.processes import say
+from alibi_jax.scoring import Scorer
+from alibi_jax.step import Trainer
+
+_CONFIG = command_line.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
+_LENGTHS = flags.DEFINE_list(
+    "lengths", ["128", "256", "512", "1024", "2048", "4096"], "Of the windows, in tokens."
+)
+_TOKENS = flags.DEFINE_integer("tokens", 32768, "Of the stream, or one window if that is longer.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds whose median is printed.")
+
+_BATCH_TOKENS = 8192
+
+
+def main() -> int:
+    """Prints a line a length."""
+    config = _CONFIG.value
+    config.check()
+    jax.config.update("jax_platforms", "cpu")
+    command_line.start_devices(config.train.batch_size // config.train.accumulation)
+    trainer = Trainer(config, 256, sharding.make_mesh())
+    params = trainer.initial_state().params
+    say(f"{jax.device_count()} cores, jax {jax.__version__}, {config.model.dtype}\n")
+    say("| length | with reach / without | with reach, tokens/s | without, tokens/s |")
+    say("|---|---|---|---|")
+    for length in map(int, _LENGTHS.value):
+        tokens = np.random.default_rng(0).integers(1, 256, 1 + max(_TOKENS.value, length))
+        windows = evaluation_windows(len(tokens), length, length)
+
+        def rate(scorer: Scorer, tokens=tokens, windows=windows) -> float:
+            scores = scorer(params, tokens, windows, np.ones(256, np.int32), "")
+            return windows.num_targets / scores.seconds
+
+        runs = {}
+        for name, options in (("with", {}), ("without", {"tolerance": 0.0})):
+            scorer = Scorer(trainer.graphdef, trainer.mesh, _BATCH_TOKENS)
+            # Traced where it is first used.
+            with _timing.attending(**options) if options else contextlib.nullcontext():
+                rate(scorer)
+            runs[name] = functools.partial(rate, scorer)
+        rates = _timing.in_turns(runs, _ROUNDS.value)
+        cells = [
+            _timing.spread(_timing.ratios(rates["with"], rates["without"])),
+            *(_timing.spread(numbers, ",.0f") for numbers in rates.values()),
+        ]
+        say(f"| {length} | {' | '.join(cells)} |")
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
