@@ -161,8 +161,6 @@ def _checked(
             f"query {query.shape}, key {key.shape} and value {value.shape} do not belong together: "
             "[B, T, N, H], [B, S, K, H], [B, S, K, V]"
         )
-    if 0 in query.shape + key.shape + value.shape:
-        raise ValueError(f"nothing to attend: query {query.shape}, key {key.shape}")
     for name, x, wanted in (
         ("query_positions", sight.query_positions, length),
         ("key_positions", sight.key_positions, key_length),
@@ -204,8 +202,10 @@ def _checked(
     if (sight.query_segment_ids is None) != (sight.key_segment_ids is None):
         raise ValueError("give segment ids of both queries and keys, or of neither")
     window = sight.window
-    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
-        raise ValueError(f"window={window} must be a whole number of at least 1: the own key")
+    if window is not None and not isinstance(window, int | np.integer):
+        raise ValueError(f"window={window} must be a whole number")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1: a query's own key")
     if not 0.0 <= tolerance < 1.0:
         raise ValueError(f"tolerance={tolerance} must be at least 0 and below 1")
     if implementation not in (None, *ENGINES):

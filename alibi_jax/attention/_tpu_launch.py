@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -56,7 +57,7 @@ def launch(
         step, place = locate(pl.program_id(0), pl.program_id(1), words, numbers)
         ends = len(inputs), len(inputs) + len(outputs)
         sides = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] :]
-        kernel(call, step, place, slopes[jax.lax.rem(place.row, jnp.int32(call.num_heads))], *sides)
+        kernel(call, step, place, slopes[jax.lax.rem(place.row, np.int32(call.num_heads))], *sides)
 
     def spec(operand: Operand) -> pl.BlockSpec:
         def index(group: Any, at: Any, words: Any, numbers: Any, _: Any) -> Any:

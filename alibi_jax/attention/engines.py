@@ -50,6 +50,10 @@ def compute(
     The result, and the log-sum-exp of each row of scores: `residual` asks for it, and without
     it may be None.
     """
+    if query.size == 0 or key.size == 0:
+        # No row, or none that sees anything.
+        shape = query.shape[:3]
+        return jnp.zeros((*shape, value.shape[-1]), query.dtype), jnp.full(shape, -jnp.inf)
     platform = _platform(query)
     block = _BLOCK.get(platform, _OTHER_BLOCK)
     if dropout_rate == 0.0:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from alibi_jax.attention._tpu_kernels import LANES, Call, backward_kernel, forward_kernel
@@ -267,7 +268,7 @@ def _inputs(call: Call, query: Array, key: Array, value: Array) -> list[Operand]
         Operand(
             x,
             (None, call.block, x.shape[2]),
-            lambda at: (jax.lax.div(at.row, jnp.int32(call.heads_per_key)), at.key_block, 0),
+            lambda at: (jax.lax.div(at.row, np.int32(call.heads_per_key)), at.key_block, 0),
         )
         for x in (key, value)
     ]
@@ -282,7 +283,7 @@ def _ids(call: Call, ids: Any) -> list[Operand]:
     if ids is None:
         return []
     shape = (None, 1, call.block)
-    of_batch = functools.partial(jax.lax.div, y=jnp.int32(call.num_heads))
+    of_batch = functools.partial(jax.lax.div, y=np.int32(call.num_heads))
     return [
         Operand(ids[0], shape, lambda at: (of_batch(at.row), 0, at.query_block)),
         Operand(ids[1], shape, lambda at: (of_batch(at.row), 0, at.key_block)),

@@ -132,9 +132,9 @@ def _weight(
     size = query.shape[-1]
     # For rounding: the scores and these bounds of them are sums of H products.
     slack = 4 * (size + 4) * 2.0**-24
-    query = query.astype(jnp.float32) * size**-0.5
-    key = key.astype(jnp.float32)
-    norms, key_norms = norm(query), norm(key)
+    scale = size**-0.5
+    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    norms, key_norms = norm(query) * scale, norm(key)
     # What is not finite bounds nothing. Told apart here, and not by comparisons that a NaN makes
     # false: a maximum may lose a NaN on a CPU (openxla/xla#21461).
     unbounded = _cut(~jnp.isfinite(key_norms), block, False).any(axis=1)
@@ -142,7 +142,7 @@ def _weight(
     # Its own key, or the one that is nearest to it: what it sees if it sees any.
     at = jnp.clip(own, 0, key.shape[0] - 1)
     own_bias = _bias(past, future, key_positions[at] - positions)
-    score = (query * key[at]).sum(axis=-1) + own_bias
+    score = (query * key[at]).sum(axis=-1) * scale + own_bias
     score -= slack * (norms * key_norms[at] + jnp.abs(own_bias))
     known = jnp.isfinite(norms + score) & ~unbounded[at // block]
     score = jnp.where(known, score, -jnp.inf)
@@ -175,10 +175,10 @@ def _weight(
 
 
 def norm(x: Float[Array, "... H"]) -> Float[Array, "..."]:
-    """Euclidean norms, float32, of rows of any size: squares alone may underflow or overflow."""
-    x = x.astype(jnp.float32)
-    most = jnp.abs(x).max(axis=-1)
-    return most * jnp.linalg.norm(x / jnp.where(most > 0.0, most, 1.0)[..., None], axis=-1)
+    """No less than the Euclidean norms of rows, float32, infinite where squares overflow."""
+    # Numbers whose squares underflow are counted as the greatest of that kind.
+    lost = (x.shape[-1] * float(jnp.finfo(jnp.float32).tiny)) ** 0.5
+    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1) + lost
 
 
 def _bias(
