@@ -142,7 +142,7 @@ def segments(key_length):
         (200, 57, 2, 2, 32, 64, {"offset": 11}),
         (200, 57, 2, 1, 32, 64, {"causal": False, "offset": 30, "window": 70}),
         (257, 0, 16, 4, 32, 128, {"causal": False}),
-        (1024, 0, 2, 1, 32, 128, {}),
+        pytest.param(1024, 0, 2, 1, 32, 128, {}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("way", WAYS)
@@ -339,6 +339,7 @@ def test_parameters_of_a_bias_have_the_gradients_of_dense_attention(method, monk
     assert_all_close(*map(jax.tree.leaves, (blockwise, expected)), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [jax.checkpoint, mapped, scanned])
 @pytest.mark.parametrize("method", [t5, fox], ids=lambda method: method.__name__)
 def test_transformed_biases_have_the_gradients_of_dense_attention(method, transform, monkeypatch):
@@ -623,7 +624,7 @@ def test_shapes_that_do_not_belong_together_are_refused(options, said, monkeypat
         alibi_attention(slopes=alibi_slopes(4), **made)
 
 
-@pytest.mark.parametrize("length", [129, 257, 385])
+@pytest.mark.parametrize("length", [129, 385])
 def test_d9_a_last_query_block_of_one_query(length):
     """Its own key is the first, and only, one of its key block."""
     arrays = [normal(seed, 1, length, 2, 8) for seed in range(3)]

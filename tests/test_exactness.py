@@ -382,7 +382,7 @@ def test_a3_sharded(case):
 @pytest.mark.parametrize(
     "position",
     [
-        name if name in ("alibi", "rotary", "fox") else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("alibi", "rotary") else pytest.param(name, marks=pytest.mark.slow)
         for name in POSITIONS
     ],
 )
