@@ -624,7 +624,7 @@ def test_shapes_that_do_not_belong_together_are_refused(options, said, monkeypat
         alibi_attention(slopes=alibi_slopes(4), **made)
 
 
-@pytest.mark.parametrize("length", [129, 385])
+@pytest.mark.parametrize("length", [129, 257, 385])
 def test_d9_a_last_query_block_of_one_query(length):
     """Its own key is the first, and only, one of its key block."""
     arrays = [normal(seed, 1, length, 2, 8) for seed in range(3)]

@@ -69,7 +69,6 @@ def ring_attention(query, key, value, slopes, causal, devices):
     return out
 
 
-@pytest.mark.parametrize("engine", ["blockwise"], indirect=True)
 @pytest.mark.parametrize("causal", [True, False])
 def test_d8_ring_attention_is_the_whole(causal, engine):
     arrays = normal(0), normal(1, 2), normal(2, 2), alibi_slopes(HEADS)
@@ -126,7 +125,6 @@ def test_log_sums_are_those_of_the_scores(engine):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["blockwise"], indirect=True)
 def test_heads_and_rows_of_a_shard_map_that_checks_what_varies(engine):
     arrays = normal(0), normal(1), normal(2), alibi_slopes(HEADS)
     by_row = jax.P("ring")
