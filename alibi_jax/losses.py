@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-# Positions projected to the vocabulary at a time: with a vocabulary of 32k and 8 sequences a
-# device, 64 positions are 64 MiB of float32 logits, whatever the length.
-CHUNK = 64
+from alibi_jax import sharding
+
+# Logits that a device holds at a time: 64 MiB of float32, whatever the length. Fewer take longer,
+# the unembedding's gradient being read and written once a chunk (docs/performance.md).
+LOGITS = 2**24
 
 
 def token_nll(
@@ -17,10 +19,14 @@ def token_nll(
 ) -> Float[Array, "B T"]:
     """Negative log-likelihood in nats of each target, float32, in chunks of positions.
 
-    No `[B, T, V]` array exists, forward or backward, for T above the chunk: each chunk's
-    logits are computed in float32, reduced, and recomputed when gradients are taken.
+    No `[B, T, V]` array exists, forward or backward, where it would be more than `LOGITS` on
+    a device: each chunk's logits are computed in float32, reduced, and recomputed when gradients
+    are taken.
     """
     batch, length, width = hidden.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    rows = -(-batch // (1 if mesh.empty else sharding.axis_size(mesh, "batch")))
+    chunks = -(-length // max(1, LOGITS // (rows * len(unembedding))))
 
     def chunk_nll(hidden: Array, targets: Array) -> Array:
         # Cast here, so that the table's gradient is added up over chunks in float32.
@@ -28,10 +34,12 @@ def token_nll(
         logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
-    if length <= CHUNK:
+    if chunks <= 1:
         return chunk_nll(hidden, targets)
-    chunks = -(-length // CHUNK)
-    padding = chunks * CHUNK - length
+    # Alike, so that little is computed of what only fills the last.
+    size = -(-length // chunks)
+    chunks = -(-length // size)
+    padding = chunks * size - length
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     padded_targets = jnp.pad(targets, ((0, 0), (0, padding)))
     # Scanned over chunks, so the batch stays where it is sharded.
@@ -39,11 +47,11 @@ def token_nll(
         lambda _, chunk: (None, jax.checkpoint(chunk_nll)(*chunk)),
         None,
         (
-            hidden.reshape(batch, chunks, CHUNK, width).swapaxes(0, 1),
-            padded_targets.reshape(batch, chunks, CHUNK).swapaxes(0, 1),
+            hidden.reshape(batch, chunks, size, width).swapaxes(0, 1),
+            padded_targets.reshape(batch, chunks, size).swapaxes(0, 1),
         ),
     )
-    return nll.swapaxes(0, 1).reshape(batch, chunks * CHUNK)[:, :length]
+    return nll.swapaxes(0, 1).reshape(batch, chunks * size)[:, :length]
 
 
 def weighted_sum(

@@ -70,7 +70,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Me
     )
 
 
-def axis_size(mesh: jax.sharding.Mesh, logical: str) -> int:
+def axis_size(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, logical: str) -> int:
     """Devices over which a logical axis is split."""
     return math.prod(mesh.shape[axis] for axis in RULES.get(logical, ()))
 

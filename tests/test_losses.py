@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_jax.losses import CHUNK, token_nll, weighted_sum
+from alibi_jax import losses, sharding
+from alibi_jax.losses import token_nll, weighted_sum
 
+# Positions a chunk, of the arrays below.
+CHUNK = 64
 LENGTHS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5]
 
 
@@ -18,6 +21,13 @@ def arrays(length, batch=2, width=4, vocab_size=11, dtype=jnp.float32):
     hidden = jnp.asarray(random.normal(size=(batch, length, width)), dtype)
     table = jnp.asarray(random.normal(size=(vocab_size, width)), jnp.float32)
     return hidden, table, jnp.asarray(random.integers(0, vocab_size, (batch, length)), jnp.int32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "LOGITS", 2 * CHUNK * 11)
+        yield
 
 
 def oracle(hidden, table, targets, weights=None):
@@ -111,15 +121,22 @@ def every_jaxpr(jaxpr):
                 yield from every_jaxpr(getattr(parameter, "jaxpr", parameter))
 
 
-def test_no_array_has_the_size_of_the_logits():
+@pytest.mark.parametrize("devices", [1, 2])
+def test_no_device_holds_more_logits_than_are_allowed(devices):
     batch, length, vocab_size = 2, 3 * CHUNK + 5, 50
     arguments = arrays(length, batch, vocab_size=vocab_size)
+    chunks = math.ceil(length / (losses.LOGITS * devices // (batch * vocab_size)))
+    size = math.ceil(length / chunks)
     logits = batch * length * vocab_size
-    jaxprs = list(
-        every_jaxpr(
-            jax.make_jaxpr(jax.value_and_grad(loss, (0, 1), has_aux=True))(*arguments).jaxpr
-        )
+    mesh = jax.make_mesh(
+        (devices, 1, 1),
+        sharding.MESH_AXES,
+        (jax.sharding.AxisType.Auto,) * 3,
+        devices=jax.devices()[:devices],
     )
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1), has_aux=True))(*arguments).jaxpr
+    jaxprs = list(every_jaxpr(jaxpr))
     shapes = {
         getattr(variable.aval, "shape", ())
         for jaxpr in jaxprs
@@ -127,8 +144,18 @@ def test_no_array_has_the_size_of_the_logits():
         for variable in (*equation.invars, *equation.outvars)
     }
     # A chunk's are there, so what is below the scan was seen.
-    assert (batch, CHUNK, vocab_size) in shapes
+    assert (batch, size, vocab_size) in shapes
     assert max(map(math.prod, shapes)) < logits
+
+
+def test_few_logits_are_computed_once(monkeypatch):
+    arguments = arrays(2 * CHUNK)
+    limit = 2 * 2 * CHUNK * 11
+    for allowed, chunked in ((limit, False), (limit - 1, True)):
+        monkeypatch.setattr(losses, "LOGITS", allowed)
+        # Traced anew: a function that was traced before would be remembered.
+        jaxpr = jax.make_jaxpr(lambda *x: jax.grad(loss, has_aux=True)(*x))(*arguments)
+        assert ("scan" in str(jaxpr)) == chunked
 
 
 # Weights.
