@@ -49,8 +49,31 @@ for case in json.loads(sys.argv[1]):
 """
 
 
-def temporaries(cases):
-    """Bytes of each case's temporary arrays on the chip."""
+STEP = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+from alibi_jax.config import Config, Model, Train
+from alibi_jax.sharding import MESH_AXES
+from alibi_jax.step import Trainer
+
+devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+mesh = Mesh(np.reshape(devices, (2, 1, 2)), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+model = Model(position=sys.argv[1], num_layers=1, width=256, num_heads=4, dtype="bfloat16")
+trainer = Trainer(Config(model=model, train=Train(length=1024, batch_size=4)), 256, mesh)
+tokens = jax.ShapeDtypeStruct((4, 1024), jnp.int32, sharding=trainer.batch_sharding)
+with jax.set_mesh(mesh):
+    lowered = trainer.train_step.lower(
+        trainer.abstract_state, {"inputs": tokens, "targets": tokens}, np.int32(0)
+    )
+text = lowered.compile().as_text()
+print([name for name in ("forward", "backward") if f"alibi_{name}_kernel" in text])
+"""
+
+
+def printed(code, *arguments):
+    """What a process of its own prints."""
     environment = {
         "JAX_PLATFORMS": "cpu",
         # No machine to ask what it is, and other processes that compile at the same time.
@@ -58,14 +81,19 @@ def temporaries(cases):
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", CODE, json.dumps(cases)],
+        [sys.executable, "-c", code, *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.split()]
+    return done.stdout.strip()
+
+
+def temporaries(cases):
+    """Bytes of each case's temporary arrays on the chip."""
+    return [int(line) for line in printed(CODE, json.dumps(cases)).split()]
 
 
 def check(cases):
@@ -86,6 +114,16 @@ def test_b11_gradients_take_memory_linear_in_the_length():
             ("v6e:2x2", 8192, True, "float32", 64, True),
         ]
     )
+
+
+def test_a_sharded_training_step_uses_the_kernels():
+    """Rows split over two chips and heads over two; slopes are numbers though no chip is here."""
+    assert printed(STEP, "alibi") == "['forward', 'backward']"
+
+
+@pytest.mark.slow
+def test_a_training_step_with_learned_slopes():
+    assert printed(STEP, "alibi_learned") == "['forward', 'backward']"
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ _LOG2E = math.log2(math.e)
 _MASKED, _LOWEST = -3e38, -1e30
 # Keys that the forward kernel takes at a time, a TPU's lanes: more would spill from registers.
 LANES = 128
+# Columns of 1 after the values: a TPU's sublanes.
+ONES = 8
 # What is summed over in products of matrices [a, b] and [c, d].
 _B_D, _B_C, _A_C = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
 
@@ -52,16 +54,16 @@ def forward_kernel(
     """Adds a block of keys to its queries' running softmax.
 
     The last of them writes the output, [V, queries], and the logarithm, to base 2, of each row's
-    sum of weights, [1, queries].
+    sum of weights, [1, queries]. Values end in `ONES` columns of 1, by which the matrix unit
+    sums the weights, as they are rounded for the output: the vector unit has most to do.
     """
     query, key, value, *ids = inputs
     out, logsumexp = outputs
-    top, total, acc = scratch
+    top, acc = scratch
 
     @pl.when(step.first)
     def _() -> None:
         top[...] = jnp.full_like(top, _LOWEST)
-        total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)
 
     def add(masked: bool) -> None:
@@ -74,7 +76,6 @@ def forward_kernel(
             before, now = now, jnp.maximum(now, scores.max(0, keepdims=True))
             weights = jnp.exp2(scores - now)
             shrink = jnp.exp2(before - now)
-            total[...] = total[...] * shrink + weights.sum(0, keepdims=True)
             update = _dot(value[pl.ds(start, LANES)], weights.astype(value.dtype), _A_C)
             acc[...] = acc[...] * shrink + update
         top[...] = now
@@ -83,8 +84,10 @@ def forward_kernel(
 
     @pl.when(step.last)
     def _() -> None:
-        divisor = jnp.where(total[...] > 0.0, total[...], 1.0)
-        out[...] = (acc[...] / divisor).astype(out.dtype)
+        size = out.shape[0]
+        total = acc[pl.ds(size, 1)]
+        divisor = jnp.where(total > 0.0, total, 1.0)
+        out[...] = (acc[pl.ds(0, size)] / divisor).astype(out.dtype)
         logsumexp[...] = top[...] + jnp.log2(divisor)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from alibi_jax.attention._tpu_kernels import LANES, Call, backward_kernel, forward_kernel
+from alibi_jax.attention._tpu_kernels import LANES, ONES, Call, backward_kernel, forward_kernel
 from alibi_jax.attention._tpu_launch import Operand, launch
 from alibi_jax.attention.reach import KeyBlocks
 from alibi_jax.attention.schedule import rows_per_call, steps
@@ -157,6 +157,7 @@ def _forward(
     rows, length, size = query.shape
     key_blocks, value_size = key.shape[1] // call.block, value.shape[2]
     count = rows_per_call(rows, length // call.block, key_blocks)
+    value = jnp.pad(value, [(0, 0), (0, 0), (0, ONES)], constant_values=1)
 
     def rows_from(part: tuple[Array, _Blocks]) -> Sequence[Array]:
         row, blocks = part
@@ -176,7 +177,7 @@ def _forward(
             slopes,
             [*_inputs(call, query, key, value), *_ids(call, ids)],
             results,
-            scratch=[(1, call.block), (1, call.block), (value_size, call.block)],
+            scratch=[(1, call.block), (value_size + ONES, call.block)],
             features=size + value_size,
         )
 

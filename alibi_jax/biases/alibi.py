@@ -28,9 +28,10 @@ def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
         raise ValueError(f"num_heads={num_heads} must be at least 1")
     power = 1 << (num_heads.bit_length() - 1)
     slopes = _geometric(power) + _geometric(2 * power)[0::2][: num_heads - power]
-    # Numbers even where this is traced: a model may be made under `jit` and keep them.
+    # Numbers even where this is traced: a model may be made under `jit` and keep them. Put, not
+    # computed: the mesh that is set may be of devices that are not here, to compile for them.
     with jax.ensure_compile_time_eval():
-        return jnp.array(slopes, jnp.float32)
+        return jax.device_put(np.array(slopes, np.float32))
 
 
 def _geometric(num_heads: int) -> list[float]:
