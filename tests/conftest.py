@@ -4,9 +4,22 @@ The package is imported inside the fixtures only: pytest puts its type checks in
 this file is read.
 """
 
+import atexit
+import os
+import shutil
+import tempfile
+
 import jax
 import pytest
 
+# What takes long to compile is compiled once, for all workers and the programs that they start:
+# the variable is theirs too, and the folder this process's, which outlives them.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Eight heads, sixteen rows: whatever mesh eight devices make, they fit.

@@ -102,16 +102,12 @@ def run_config(tiny_config):
 
 
 @pytest.fixture(scope="module")
-def train_as_users_do(launch, run_config, tmp_path_factory):
-    """Starts `train.py` into a workdir: fully optimised, but compiled once for all tests."""
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-    }
+def train_as_users_do(launch, run_config):
+    """Starts `train.py` into a workdir, fully optimised."""
 
     def start(workdir, *changes):
         flags = [*train_flags(run_config, workdir), *changes]
-        return launch("train.py", *flags, devices=2, environment=cache)
+        return launch("train.py", *flags, devices=2, environment={})
 
     return start
 
