@@ -24,8 +24,7 @@ def token_nll(
     are taken.
     """
     batch, length, width = hidden.shape
-    mesh = jax.sharding.get_abstract_mesh()
-    rows = -(-batch // (1 if mesh.empty else sharding.axis_size(mesh, "batch")))
+    rows = max(1, -(-batch // sharding.shards("batch")))
     chunks = -(-length // max(1, LOGITS // (rows * len(unembedding))))
 
     def chunk_nll(hidden: Array, targets: Array) -> Array:

@@ -70,9 +70,20 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Me
     )
 
 
-def axis_size(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, logical: str) -> int:
+def axis_size(mesh: jax.sharding.Mesh, logical: str) -> int:
     """Devices over which a logical axis is split."""
     return math.prod(mesh.shape[axis] for axis in RULES.get(logical, ()))
+
+
+def shards(logical: str | None) -> int:
+    """Parts into which arrays are split along a logical axis: 1 outside `jax.set_mesh`.
+
+    Inside `jax.shard_map` an array is a part already, and not split any further.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = RULES.get(logical or "", ())
+    each = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
+    return math.prod(n for axis, n, kind in each if axis in axes and kind != AxisType.Manual)
 
 
 def partition_spec(*logical: str | None) -> PartitionSpec:
@@ -105,11 +116,10 @@ def split(
     mesh = jax.sharding.get_abstract_mesh()
     if all(kind != AxisType.Auto for kind in mesh.axis_types) or mesh.size == 1:
         return function
-    sizes = {name: math.prod(mesh.shape[axis] for axis in names) for name, names in RULES.items()}
 
     def run(*arrays: Array | None) -> Array:
         divides = all(
-            length % sizes.get(name or "", 1) == 0
+            length % shards(name) == 0
             for x, names in zip(arrays, axes)
             if x is not None
             for length, name in zip(x.shape, names)

@@ -13,13 +13,15 @@ import jax
 import pytest
 
 # What takes long to compile is compiled once, for all workers and the programs that they start:
-# the variable is theirs too, and the folder this process's, which outlives them.
+# the variables are theirs too, and the folder this process's, which outlives them.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled")
+    folder = tempfile.mkdtemp(prefix="alibi-jax-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"])
-jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # Where something has imported JAX before this file, it has not seen them.
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Eight heads, sixteen rows: whatever mesh eight devices make, they fit.

@@ -608,6 +608,10 @@ def test_what_cannot_be_meant_is_refused(kwargs, why):
         ({"window": 2.5}, r"window=2.5 must be a whole number"),
         ({"offset": 3.0}, r"offset=3.0 must be a whole number"),
         ({"future_slopes": (3,)}, "3 future slopes for 4 query heads"),
+        ({"slopes": 0.5}, "slopes 0.5 must be one a query head: 4"),
+        ({"query": (384, 4, 8)}, "do not belong together"),
+        ({"key": (1, 384, 0, 8), "value": (1, 384, 0, 8)}, "0 key heads do not divide 4"),
+        ({"query": np.ones((1, 384, 4, 8), int)}, "int64, float32, float32: give floats"),
     ],
 )
 def test_shapes_that_do_not_belong_together_are_refused(options, said, monkeypatch):
@@ -621,7 +625,37 @@ def test_shapes_that_do_not_belong_together_are_refused(options, said, monkeypat
         for name, x in made.items()
     }
     with pytest.raises(ValueError, match=said):
-        alibi_attention(slopes=alibi_slopes(4), **made)
+        alibi_attention(**{"slopes": alibi_slopes(4)} | made)
+
+
+@pytest.mark.parametrize("length", [20, 300])
+def test_arrays_of_numpy_are_taken(length, monkeypatch):
+    # Without the checker of the tests, as users run it.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    *inputs, _, slopes = arrays(length, length, 2, 1, 8)
+    out = alibi_attention(*(np.asarray(x) for x in inputs), np.asarray(slopes))
+    np.testing.assert_array_equal(out, alibi_attention(*inputs, slopes))
+
+
+@pytest.mark.parametrize("engine", ["dense", "blockwise", "pallas_tpu"])
+def test_segment_ids_of_one_row_are_those_of_all(engine, monkeypatch):
+    # Without the checker of the tests, as users run it.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    *inputs, _, slopes = arrays(20, 20, 2, 1, 8, batch=2)
+    ids = 1 + jnp.arange(20) // 7
+    attend = functools.partial(alibi_attention, *inputs, slopes, implementation=engine)
+    shapes = (20,), (1, 20), (2, 20)
+    each = (jnp.broadcast_to(ids, shape) for shape in shapes)
+    outs = [attend(query_segment_ids=x, key_segment_ids=x) for x in each]
+    for out in outs[:-1]:
+        np.testing.assert_array_equal(out, outs[-1])
+
+
+@pytest.mark.parametrize("rate", [-0.5, 1.0, math.nan])
+def test_dropout_of_no_share_is_refused(rate):
+    *inputs, _, _ = arrays(5, 5, 2, 1, 8)
+    with pytest.raises(ValueError, match=f"dropout_rate={rate} must be at least 0 and below 1"):
+        attention(*inputs, dropout_rate=rate, dropout_key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("length", [129, 257, 385])

@@ -81,6 +81,7 @@ def test_a1_sixteen_heads_start_and_end():
     slopes = alibi_slopes(16)
     np.testing.assert_allclose(slopes[:3], [0.7071067812, 0.5, 0.3535533906], rtol=1e-7)
     assert slopes[-1] == 0.00390625
+    np.testing.assert_array_equal(alibi_slopes(np.int64(16)), slopes)
 
 
 def test_slopes_are_numbers_also_while_tracing():

@@ -81,6 +81,49 @@ def test_token_nll_of_any_shape(length, batch, width, vocab_size):
     )
 
 
+def test_an_empty_batch_has_no_losses():
+    hidden, table, targets = arrays(CHUNK + 1)
+    assert token_nll(hidden[:0], table, targets[:0]).shape == (0, CHUNK + 1)
+
+
+@pytest.mark.parametrize(("axes", "shape"), [(("x",), (2,)), (("data", "tensor"), (2, 1))])
+def test_any_mesh_may_be_set(axes, shape):
+    hidden, table, targets = arrays(CHUNK + 1)
+    mesh = jax.make_mesh(
+        shape, axes, (jax.sharding.AxisType.Auto,) * len(axes), devices=jax.devices()[:2]
+    )
+    with jax.set_mesh(mesh):
+        nll = jax.jit(token_nll)(hidden, table, targets)
+    np.testing.assert_allclose(nll, oracle(hidden, table, targets)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_of_a_batch_is_not_divided_again():
+    hidden, table, targets = arrays(2 * CHUNK, batch=4)
+    rows = jax.sharding.PartitionSpec("data")
+    mesh = jax.make_mesh(
+        (2, 1, 1),
+        sharding.MESH_AXES,
+        (jax.sharding.AxisType.Auto,) * 3,
+        devices=jax.devices()[:2],
+    )
+    with jax.set_mesh(mesh):
+        split = jax.shard_map(
+            token_nll,
+            in_specs=(rows, jax.sharding.PartitionSpec(), rows),
+            out_specs=rows,
+            check_vma=False,
+        )
+        jaxpr = jax.make_jaxpr(split)(hidden, table, targets).jaxpr
+    shapes = [
+        getattr(variable.aval, "shape", ())
+        for jaxpr in every_jaxpr(jaxpr)
+        for equation in jaxpr.eqns
+        for variable in equation.outvars
+    ]
+    # Two rows a device, and so half as many positions a chunk as for one.
+    assert (2, CHUNK, 11) in shapes
+
+
 @pytest.mark.parametrize("length", [7, CHUNK + 7])
 def test_f5_uniform_model_loses_log_of_the_vocabulary(length):
     hidden, table, targets = arrays(length, vocab_size=1000)

@@ -46,7 +46,8 @@ def attention(
     Positions and features feed the bias alone. Segment ids: a query sees the keys of its own
     segment; 0 is padding, which nothing sees and which sees nothing. `window`: a query sees
     keys less than so many indices away. `mask` is true where a query may see a key. A row that
-    sees nothing is zero, and so are its gradients. Returns the dtype of `query`.
+    sees nothing is zero, and so are its gradients. Weights are dropped where there is a
+    `dropout_key`. Returns the dtype of `query`.
 
     A `LinearBias` has a reach: of each row, keys whose weights together are proved to be at most
     `tolerance` of it may be left out (0: none; docs/attention.md). `implementation` is one of
@@ -77,6 +78,8 @@ def attention(
     )
     if (query_features is None) != (key_features is None):
         raise ValueError("give features of both queries and keys, or of neither")
+    if not 0.0 <= dropout_rate < 1.0:
+        raise ValueError(f"dropout_rate={dropout_rate} must be at least 0 and below 1")
     if mask is not None and mask.dtype != bool:
         raise ValueError(f"mask is {mask.dtype}: give booleans, true where a query may see a key")
     if mask is not None:
@@ -154,13 +157,18 @@ def _checked(
     implementation: str | None,
 ) -> tuple[Sight, Bias | None]:
     """What was given, with an offset and in arrays; raises ValueError for what does not fit."""
-    batch, length, num_heads, size = query.shape
-    key_length, num_kv_heads = key.shape[1:3]
-    if key.shape != (batch, key_length, num_kv_heads, size) or key.shape[:3] != value.shape[:3]:
+    arrays = query, key, value
+    if any(not jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+        kinds = ", ".join(str(x.dtype) for x in arrays)
+        raise ValueError(f"queries, keys and values of {kinds}: give floats")
+    fits = all(x.ndim == 4 for x in arrays) and key.shape[:3] == value.shape[:3]
+    if not fits or key.shape != (query.shape[0], *key.shape[1:3], query.shape[3]):
         raise ValueError(
             f"query {query.shape}, key {key.shape} and value {value.shape} do not belong together: "
             "[B, T, N, H], [B, S, K, H], [B, S, K, V]"
         )
+    batch, length, num_heads = query.shape[:3]
+    key_length, num_kv_heads = key.shape[1:3]
     for name, x, wanted in (
         ("query_positions", sight.query_positions, length),
         ("key_positions", sight.key_positions, key_length),
@@ -169,9 +177,11 @@ def _checked(
     ):
         if x is not None and (x.shape[-1] != wanted or x.shape[:-1] not in ((), (1,), (batch,))):
             raise ValueError(f"{name} {x.shape} are not of {batch} rows of {wanted}")
-    if num_heads % num_kv_heads:
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"{num_kv_heads} key heads do not divide {num_heads} query heads")
     if isinstance(bias, LinearBias):
+        if np.ndim(bias.slopes) != 1:
+            raise ValueError(f"slopes {bias.slopes} must be one a query head: {num_heads}")
         if len(bias.slopes) != num_heads:
             raise ValueError(f"{len(bias.slopes)} slopes for {num_heads} query heads")
         # Arrays of float32, whatever sequence of numbers they were given as.
@@ -212,7 +222,12 @@ def _checked(
         raise ValueError(
             f"implementation={implementation!r}: no such engine; there are {', '.join(ENGINES)}"
         )
-    return sight._replace(offset=known), bias
+    ids = (
+        x if x is None else jnp.broadcast_to(x, (batch, x.shape[-1]))
+        for x in (sight.query_segment_ids, sight.key_segment_ids)
+    )
+    of_queries, of_keys = ids
+    return sight._replace(offset=known, query_segment_ids=of_queries, key_segment_ids=of_keys), bias
 
 
 def _numbers(slopes: Slopes) -> Array | np.ndarray:

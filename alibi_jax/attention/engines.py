@@ -54,6 +54,7 @@ def compute(
         # No row, or none that sees anything.
         shape = query.shape[:3]
         return jnp.zeros((*shape, value.shape[-1]), query.dtype), jnp.full(shape, -jnp.inf)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
     platform = _platform(query)
     block = _BLOCK.get(platform, _OTHER_BLOCK)
     if dropout_rate == 0.0:

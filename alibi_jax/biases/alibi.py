@@ -15,7 +15,7 @@ from alibi_jax.biases._positions import positions_by_length, relative_positions
 Slopes = Float[Array, "N"] | Float[np.ndarray, "N"] | Sequence[float]
 
 
-def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
+def alibi_slopes(num_heads: int | np.integer) -> Float[Array, "N"]:
     """The slope of each head, in the order of the paper's code.
 
     Float32 `[N]`. For a power of two, head h of N (from 1) has 2^(−8h/N); other counts continue
@@ -26,7 +26,7 @@ def alibi_slopes(num_heads: int) -> Float[Array, "N"]:
     """
     if num_heads < 1:
         raise ValueError(f"num_heads={num_heads} must be at least 1")
-    power = 1 << (num_heads.bit_length() - 1)
+    power = 1 << (int(num_heads).bit_length() - 1)
     slopes = _geometric(power) + _geometric(2 * power)[0::2][: num_heads - power]
     # Numbers even where this is traced: a model may be made under `jit` and keep them. Put, not
     # computed: the mesh that is set may be of devices that are not here, to compile for them.
