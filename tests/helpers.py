@@ -24,3 +24,14 @@ def assert_same_arrays(one, other):
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other)):
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path), strict=True)
+
+
+def every_jaxpr(jaxpr):
+    """A jaxpr and, recursively, those in the parameters of its equations."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            if hasattr(parameter, "eqns"):
+                yield from every_jaxpr(getattr(parameter, "jaxpr", parameter))

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import every_jaxpr, mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_jax import losses, sharding
+from alibi_jax import losses
 from alibi_jax.losses import token_nll, weighted_sum
 
 # Positions a chunk, of the arrays below.
@@ -100,13 +101,7 @@ def test_any_mesh_may_be_set(axes, shape):
 def test_a_part_of_a_batch_is_not_divided_again():
     hidden, table, targets = arrays(2 * CHUNK, batch=4)
     rows = jax.sharding.PartitionSpec("data")
-    mesh = jax.make_mesh(
-        (2, 1, 1),
-        sharding.MESH_AXES,
-        (jax.sharding.AxisType.Auto,) * 3,
-        devices=jax.devices()[:2],
-    )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(2, 1, 1)):
         split = jax.shard_map(
             token_nll,
             in_specs=(rows, jax.sharding.PartitionSpec(), rows),
@@ -153,17 +148,6 @@ def test_large_logits_do_not_overflow():
 # Memory.
 
 
-def every_jaxpr(jaxpr):
-    """A jaxpr and, recursively, those in the parameters of its equations."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for parameter in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            if hasattr(parameter, "eqns"):
-                yield from every_jaxpr(getattr(parameter, "jaxpr", parameter))
-
-
 @pytest.mark.parametrize("devices", [1, 2])
 def test_no_device_holds_more_logits_than_are_allowed(devices):
     batch, length, vocab_size = 2, 3 * CHUNK + 5, 50
@@ -171,13 +155,7 @@ def test_no_device_holds_more_logits_than_are_allowed(devices):
     chunks = math.ceil(length / (losses.LOGITS * devices // (batch * vocab_size)))
     size = math.ceil(length / chunks)
     logits = batch * length * vocab_size
-    mesh = jax.make_mesh(
-        (devices, 1, 1),
-        sharding.MESH_AXES,
-        (jax.sharding.AxisType.Auto,) * 3,
-        devices=jax.devices()[:devices],
-    )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(devices, 1, 1)):
         jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1), has_aux=True))(*arguments).jaxpr
     jaxprs = list(every_jaxpr(jaxpr))
     shapes = {
