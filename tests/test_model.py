@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from alibi_jax import sharding
 from alibi_jax.config import ACTIVATIONS, POSITIONS, Config, Model
-from alibi_jax.layers import Projection
 from alibi_jax.losses import token_nll, weighted_sum
 from alibi_jax.model import (
     Transformer,
@@ -23,6 +22,7 @@ from alibi_jax.model import (
     segment_positions,
     segment_runs,
 )
+from alibi_jax.projection import Projection
 
 VOCAB = 11
 # Most tests run without jit and share few shapes, batches of 2 and lengths of 9, 5 and 4: each

@@ -1,0 +1,65 @@
+"""The matrix product of the layers, its parameters and its gradient.
+
+Equations are those of `einsum`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class Projection(nnx.Module):
+    """A matrix product over named axes: float32 parameters, accumulated in float32."""
+
+    def __init__(
+        self,
+        equation: str,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        *,
+        fan_in: int,
+        dtype: str,
+        rngs: nnx.Rngs,
+        gain: float = 1.0,
+    ):
+        kernel = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
+        self.kernel = nnx.Param(kernel * (gain * fan_in**-0.5), axes=axes)
+        self.equation = equation
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: Array) -> Array:
+        """The product, in the compute dtype."""
+        return _product(self.equation, x.astype(self.dtype), self.kernel[...])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(equation: str, x: Float[Array, "..."], kernel: Float[Array, "..."]) -> Array:
+    """`einsum`, the kernel and the result in the dtype of `x`, accumulated in float32.
+
+    Asking for float32 and casting after is as fast on a TPU, and several times faster on a CPU.
+    The gradient is written down because JAX's own would multiply what was cast back to float32
+    with numbers of 16 bits, in float32; and round the kernel's to 16 bits.
+    """
+    out = jnp.einsum(equation, x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+    return out.astype(x.dtype)
+
+
+def _product_forward(equation: str, x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(equation, x, kernel), (x, kernel)
+
+
+def _product_backward(
+    equation: str, inputs: tuple[Array, Array], bar: Array
+) -> tuple[Array, Array]:
+    x, kernel = inputs
+    operands, out = equation.split("->")
+    left, right = operands.split(",")
+    x_bar = _product(f"{out},{right}->{left}", bar, kernel)
+    kernel_bar = jnp.einsum(f"{left},{out}->{right}", x, bar, preferred_element_type=jnp.float32)
+    return x_bar, kernel_bar.astype(kernel.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
