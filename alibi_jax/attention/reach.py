@@ -100,16 +100,15 @@ def _reach(
         least, most = _range(sides["key_segment_ids"], block, padding=0)
         visible &= (query_least[:, None] <= most) & (least <= query_most[:, None])
     if slopes is None:
-        weight = jnp.where(visible, jnp.inf, -jnp.inf)
-        limit = -jnp.inf
+        share = jnp.where(visible, jnp.inf, 0.0)
     else:
         weight = _weight(query, key, slopes, sides, own, block)
-        weight = jnp.where(visible, weight, -jnp.inf)
         # Each side of a row has its share of the tolerance; a causal row has but one side. The
-        # rest is room for the rounding of the sums below.
+        # rest is room for the rounding of the sums below, and for what underflows in them.
         limit = math.log(tolerance if causal else tolerance / 2) - 0.01
-    first = _leading(jax.lax.cumlogsumexp(weight, axis=1) <= limit)
-    stop = weight.shape[1] - _leading(jax.lax.cumlogsumexp(weight[:, ::-1], axis=1) <= limit)
+        share = jnp.where(visible, jnp.exp(weight - limit), 0.0)
+    first = _leading(jnp.cumsum(share, axis=1) <= 1.0)
+    stop = share.shape[1] - _leading(jnp.cumsum(share[:, ::-1], axis=1) <= 1.0)
     return KeyBlocks(jnp.minimum(first, stop), stop)
 
 
