@@ -445,6 +445,27 @@ def test_b11_memory_grows_with_the_length_alone(length, mebibytes, backward):
     assert compiled.memory_analysis().temp_size_in_bytes < mebibytes * 2**20
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_devices_that_split_the_heads_take_no_more_memory_together(check_vma):
+    """The loop over heads keeps what went into it for its gradient, and no copy of that."""
+    mesh = jax.make_mesh((2,), ("heads",), (AxisType.Auto,), devices=jax.devices()[:2])
+    by_head = PartitionSpec(None, None, "heads")
+    split = jax.shard_map(
+        alibi_attention,
+        mesh=mesh,
+        in_specs=(by_head, by_head, by_head, PartitionSpec("heads")),
+        out_specs=by_head,
+        check_vma=check_vma,
+    )
+    array = jax.ShapeDtypeStruct(
+        (1, 4096, 8, 64), jnp.float32, sharding=NamedSharding(mesh, by_head)
+    )
+    total = jax.grad(lambda *x: split(*x, alibi_slopes(8)).sum(), argnums=(0, 1, 2))
+    compiled = jax.jit(total).lower(array, array, array).compile()
+    # Queries, keys, values, the result, three gradients, and less than one more.
+    assert 2 * compiled.memory_analysis().temp_size_in_bytes < 8 * array.size * 4
+
+
 # The choice.
 
 

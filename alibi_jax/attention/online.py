@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax.attention.places import Places
@@ -208,15 +207,9 @@ def online_attention(rule: Rule, operands: Operands) -> tuple[Array, Array]:
 
 def _alike(operands: Operands, x: Array) -> Array:
     """`x`, varying over the devices of a `jax.shard_map` as the operands do; `x` outside of one."""
-    manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-    if not manual or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    each = (
-        y for y in jax.tree.leaves(operands) if not jnp.issubdtype(y.dtype, jax.dtypes.prng_key)
-    )
-    # Never chosen, and so taken out when compiled.
-    other = sum(y.reshape(-1)[0].astype(x.dtype) for y in each)
-    return jnp.where(False, other, x)
+    varying = (jax.typeof(y).mat.varying for y in jax.tree.leaves(operands))
+    missing = frozenset().union(*varying) - jax.typeof(x).mat.varying
+    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def _full(operands: Operands, shape: tuple[int, ...], value: float) -> Float[Array, "..."]:
