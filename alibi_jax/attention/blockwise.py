@@ -8,13 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from alibi_jax.attention.online import (
-    Operands,
-    Ranges,
-    Rule,
-    cut_places,
-    online_attention,
-)
+from alibi_jax.attention.heads import online_attention
+from alibi_jax.attention.online import Operands, Ranges, Rule, cut_places
 from alibi_jax.attention.places import Places, Sight, bias_between, places, seen
 from alibi_jax.attention.reach import KeyBlocks, reach
 from alibi_jax.biases import Bias, LinearBias
@@ -155,40 +150,15 @@ def _all_heads(rule: Rule, operands: Operands, bias: Bias | None) -> tuple[Array
 
 def _each_head(rule: Rule, operands: Operands, bias: LinearBias | None) -> tuple[Array, Array]:
     """One head of one row after the other, each over its own blocks."""
-    batch, num_heads = operands.query.shape[:2]
-    slopes = None
     if bias is not None:
         rule = dataclasses.replace(rule, bias=_linear)
+        batch, num_heads = operands.query.shape[:2]
         slopes = jax.tree.map(
-            lambda x: jnp.tile(x, batch)[:, None], (bias.slopes, bias.future_slopes)
+            lambda x: jnp.broadcast_to(x, (batch, num_heads))[..., None],
+            (bias.slopes, bias.future_slopes),
         )
-
-    def one(each: tuple[Any, ...]) -> tuple[Array, Array]:
-        number, query, key, value, slopes, ranges = each
-        row, head = number // num_heads, number % num_heads
-
-        def of_row(places: Places) -> Places:
-            return jax.tree.map(lambda x: _pick(x, row, 1), places)
-
-        return online_attention(
-            rule,
-            Operands(
-                query,
-                key,
-                value,
-                bias=slopes,
-                rows=of_row(operands.rows),
-                columns=of_row(operands.columns),
-                mask=_pick(_pick(operands.mask, row, 3), head, 2),
-                ranges=ranges,
-                dropout_key=None,
-            ),
-        )
-
-    flat = functools.partial(jax.tree.map, lambda x: x.reshape(batch * num_heads, *x.shape[2:]))
-    numbers = jnp.arange(batch * num_heads, dtype=jnp.int32)
-    both = jax.lax.map(one, (numbers, *flat(operands[:3]), slopes, flat(operands.ranges)))
-    return jax.tree.map(lambda x: x.reshape(batch, num_heads, *x.shape[1:]), both)
+        operands = operands._replace(bias=slopes)
+    return online_attention(rule, operands, head_by_head=True)
 
 
 def _linear(
@@ -196,10 +166,3 @@ def _linear(
 ) -> Float[Array, "t s"]:
     """The linear bias of one head."""
     return LinearBias(*slopes)(rows.positions, columns.positions)[0]
-
-
-def _pick(x: Array | None, number: Array, ndim: int) -> Array | None:
-    """`x[number]` of an array with one dimension more than `ndim`, all the same if it has one."""
-    if x is None or x.ndim <= ndim:
-        return x
-    return x[0] if x.shape[0] == 1 else x[number]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax.attention.places import Places
@@ -67,9 +66,23 @@ class Rule:
 
 
 def _cut(x: Any, number: Array | int, size: int, axis: int = -2) -> Any:
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_slice_in_dim(x, number * size, size, axis % x.ndim), x
-    )
+    def cut(x: Array) -> Array:
+        return slice_bits(x, number * size, size, axis)
+
+    return jax.tree.map(cut, x)
+
+
+def slice_bits(x: Array, start: Array | int, size: int, axis: int) -> Array:
+    """`size` of `x` along an axis from `start` on.
+
+    In XLA for CPUs, a slice of 16-bit floats becomes one of float32, and a loop with such slices
+    makes float32 of what they are of; of whole numbers it does not.
+    """
+    bits = x
+    if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    part = jax.lax.dynamic_slice_in_dim(bits, start, size, axis % x.ndim)
+    return part if bits is x else jax.lax.bitcast_convert_type(part, x.dtype)
 
 
 def cut_places(places: Places, number: Array | int, size: int) -> Places:
@@ -128,8 +141,8 @@ def _kept(rule: Rule, operands: Operands, at: tuple, shape: tuple[int, ...]) -> 
     return jax.random.bernoulli(key, 1.0 - rule.dropout_rate, shape)
 
 
-def _forward(rule: Rule, operands: Operands) -> tuple[Array, Array]:
-    """The result, in the dtype of the queries, and the log-sum-exp of each row of scores.
+def forward(rule: Rule, operands: Operands) -> tuple[Array, Array]:
+    """The result, and the log-sum-exp of each row of scores, both float32.
 
     The latter is -inf where a row sees nothing.
     """
@@ -176,7 +189,7 @@ def _forward(rule: Rule, operands: Operands) -> tuple[Array, Array]:
         some = total > 0.0
         total = jnp.where(some, total, 1.0)
         log_sum = jnp.where(some, top + jnp.log(total), -jnp.inf)
-        return (out / total[..., None]).astype(query.dtype), log_sum
+        return out / total[..., None], log_sum
 
     out, log_sum = jax.lax.map(query_block, jnp.arange(number, dtype=jnp.int32))
     return _join(out, -2), _join(log_sum, -1)
@@ -193,19 +206,7 @@ def _join(blocks: Array, axis: int) -> Array:
     return whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
 
 
-def online_attention(rule: Rule, operands: Operands) -> tuple[Array, Array]:
-    """Softmax(query · key / sqrt(H) + bias) · value over the blocks that the ranges name.
-
-    `[..., T, V]` in the dtype of `query`; and the log-sum-exp of each row of scores, `[..., T]`,
-    -inf where it sees nothing. Scores and softmax are float32. Differentiable once, in the
-    queries, keys, values, the bias's operands and the features.
-    """
-    # Inside `jax.shard_map` some may be the same on all devices and others not: made alike here,
-    # so that what they get as gradients, which is not the same on all, is summed up outside.
-    return _online_attention(rule, jax.tree.map(functools.partial(_alike, operands), operands))
-
-
-def _alike(operands: Operands, x: Array) -> Array:
+def alike(operands: Operands, x: Array) -> Array:
     """`x`, varying over the devices of a `jax.shard_map` as the operands do; `x` outside of one."""
     varying = (jax.typeof(y).mat.varying for y in jax.tree.leaves(operands))
     missing = frozenset().union(*varying) - jax.typeof(x).mat.varying
@@ -213,30 +214,23 @@ def _alike(operands: Operands, x: Array) -> Array:
 
 
 def _full(operands: Operands, shape: tuple[int, ...], value: float) -> Float[Array, "..."]:
-    return _alike(operands, jnp.full(shape, value, jnp.float32))
+    return alike(operands, jnp.full(shape, value, jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _online_attention(rule: Rule, operands: Operands) -> tuple[Array, Array]:
-    return _forward(rule, operands)
+def gradient(
+    rule: Rule,
+    operands: Operands,
+    out: Array,
+    log_sum: Array,
+    out_bar: Array,
+    log_sum_bar: Array,
+    *,
+    biased: bool,
+) -> Operands:
+    """What the gradients of `forward`'s results make of its operands': float32.
 
-
-def _with_residuals(rule: Rule, operands: Operands) -> tuple[tuple[Array, Array], tuple]:
-    leaves, tree = jax.tree.flatten(operands)
-    operands = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
-    perturbed = jax.tree.unflatten(tree, [leaf.perturbed for leaf in leaves])
-    out, log_sum = _forward(rule, operands)
-    # Told to the gradient by the tree's structure: whether anyone asks for the bias's.
-    asked = perturbed.bias, perturbed.rows.features, perturbed.columns.features
-    residuals = operands, out, log_sum, () if any(jax.tree.leaves(asked)) else None
-    return (out, log_sum), residuals
-
-
-def _gradient(rule: Rule, residuals: tuple, bars: tuple) -> tuple[Operands]:
-    operands, out, log_sum, asked = residuals
-    out_bar, log_sum_bar = (
-        jnp.zeros(bar.shape, bar.dtype) if isinstance(bar, SymbolicZero) else bar for bar in bars
-    )
+    `biased` asks for those of the bias and the features.
+    """
     # So that exp(score - it) is 0 where a row sees nothing.
     log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum)
     scale = operands.query.shape[-1] ** -0.5
@@ -261,12 +255,12 @@ def _gradient(rule: Rule, residuals: tuple, bars: tuple) -> tuple[Operands]:
             shape = *query.shape[:-1], key.shape[-2]
             pull = None
             if rule.bias is not None:
-                biased = functools.partial(_biased, rule.bias, rows, columns, shape)
+                bias_of = functools.partial(_biased, rule.bias, rows, columns, shape)
                 parts = operands.bias, rows.features, columns.features
-                if asked is None:
-                    bias = biased(*parts)
+                if not biased:
+                    bias = bias_of(*parts)
                 else:
-                    bias, pull = jax.vjp(biased, *parts)
+                    bias, pull = jax.vjp(bias_of, *parts)
                 scores += jnp.swapaxes(bias, -1, -2)
             weights = jnp.exp(scores - log_sums[..., None, :])
             visible = _visible(rule, operands, rows, columns, (i, j)) if masked else None
@@ -299,31 +293,26 @@ def _gradient(rule: Rule, residuals: tuple, bars: tuple) -> tuple[Operands]:
             )
             return query_bar, row_bar, (key_bar, value_bar, bias_bar, column_bar)
 
-        start = zeros(query), zeros(rows.features) if asked is not None else None, sums
+        start = zeros(query), zeros(rows.features) if biased else None, sums
         query_bar, row_bar, sums = _blocks(rule, operands, i, step, start)
         return sums, (query_bar * scale, row_bar)
 
     sums = zeros((operands.key, operands.value))
-    sums += zeros((operands.bias, operands.columns.features)) if asked is not None else (None, None)
+    sums += zeros((operands.bias, operands.columns.features)) if biased else (None, None)
     sums, (query_bar, row_bar) = jax.lax.scan(
         query_block, sums, jnp.arange(number, dtype=jnp.int32)
     )
     key_bar, value_bar, bias_bar, column_bar = sums
     row_bar = jax.tree.map(lambda x: _join(x, 1), row_bar)
     none: Any = None
-    return (
-        Operands(
-            _join(query_bar, -2).astype(operands.query.dtype),
-            (key_bar * scale).astype(operands.key.dtype),
-            value_bar.astype(operands.value.dtype),
-            bias=bias_bar,
-            rows=Places(none, none, none, row_bar),
-            columns=Places(none, none, none, column_bar),
-            mask=None,
-            ranges=none,
-            dropout_key=None,
-        ),
+    return Operands(
+        _join(query_bar, -2),
+        key_bar * scale,
+        value_bar,
+        bias=bias_bar,
+        rows=Places(none, none, none, row_bar),
+        columns=Places(none, none, none, column_bar),
+        mask=None,
+        ranges=none,
+        dropout_key=None,
     )
-
-
-_online_attention.defvjp(_with_residuals, _gradient, symbolic_zeros=True)
