@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from alibi_jax.attention.cuts import cut_places
 from alibi_jax.attention.heads import online_attention
-from alibi_jax.attention.online import Operands, Ranges, Rule, cut_places
+from alibi_jax.attention.online import Operands, Ranges, Rule
 from alibi_jax.attention.places import Places, Sight, bias_between, places, seen
 from alibi_jax.attention.reach import KeyBlocks, reach
 from alibi_jax.biases import Bias, LinearBias

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from alibi_jax.attention.online import Operands, Rule, alike, forward, gradient, slice_bits
+from alibi_jax.attention.cuts import slice_bits
+from alibi_jax.attention.online import Operands, Rule, alike, forward, gradient
 from alibi_jax.attention.places import Places
 
 
@@ -87,7 +88,9 @@ def _each_head(function: Callable[..., Any], operands: Operands, *arrays: Array)
             return jax.tree.map(lambda x: x if x.ndim == 1 else _pick(x, row), places)
 
         own = Operands(
-            *of_head(operands[:3]),
+            query=of_head(operands.query),
+            key=of_head(operands.key),
+            value=of_head(operands.value),
             bias=of_head(operands.bias),
             rows=of_row(operands.rows),
             columns=of_row(operands.columns),

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from alibi_jax.attention.cuts import add, cut, cut_places, join
 from alibi_jax.attention.places import Places
 
 # Finite, so that the difference of two of them is 0 and not NaN.
@@ -65,37 +66,6 @@ class Rule:
     dropout_rate: float
 
 
-def _cut(x: Any, number: Array | int, size: int, axis: int = -2) -> Any:
-    def cut(x: Array) -> Array:
-        return slice_bits(x, number * size, size, axis)
-
-    return jax.tree.map(cut, x)
-
-
-def slice_bits(x: Array, start: Array | int, size: int, axis: int) -> Array:
-    """`size` of `x` along an axis from `start` on.
-
-    In XLA for CPUs, a slice of 16-bit floats becomes one of float32, and a loop with such slices
-    makes float32 of what they are of; of whole numbers it does not.
-    """
-    bits = x
-    if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint16)
-    part = jax.lax.dynamic_slice_in_dim(bits, start, size, axis % x.ndim)
-    return part if bits is x else jax.lax.bitcast_convert_type(part, x.dtype)
-
-
-def cut_places(places: Places, number: Array | int, size: int) -> Places:
-    """Block `number` of the places, of that size."""
-    features = _cut(places.features, number, size, 1)
-    return _cut(places._replace(features=None), number, size, -1)._replace(features=features)
-
-
-def _add(x: Array, part: Array, number: Array, size: int, axis: int = -2) -> Array:
-    whole = _cut(x, number, size, axis) + part
-    return jax.lax.dynamic_update_slice_in_dim(x, whole, number * size, axis % x.ndim)
-
-
 def _blocks(rule: Rule, operands: Operands, row: Array, step: Callable, start: Any) -> Any:
     """The steps of a query block: `step(carry, column, masked)` over its key blocks."""
     first, full_first, full_stop, stop = (x[row] for x in operands.ranges)
@@ -114,7 +84,7 @@ def _visible(rule: Rule, operands: Operands, rows: Places, columns: Places, at: 
     seen = rule.seen(rows, columns)
     if operands.mask is None:
         return seen
-    mask = _cut(_cut(operands.mask, at[0], rule.query_block), at[1], rule.key_block, -1)
+    mask = cut(cut(operands.mask, at[0], rule.query_block), at[1], rule.key_block, -1)
     return mask if seen is None else mask & seen
 
 
@@ -150,12 +120,12 @@ def forward(rule: Rule, operands: Operands) -> tuple[Array, Array]:
     number = operands.query.shape[-2] // rule.query_block
 
     def query_block(i: Array) -> tuple[Array, Array]:
-        query = _cut(operands.query, i, rule.query_block)
+        query = cut(operands.query, i, rule.query_block)
         rows = cut_places(operands.rows, i, rule.query_block)
 
         def step(carry: tuple[Array, ...], j: Array, masked: bool) -> tuple[Array, ...]:
             out, top, total = carry
-            key, value = (_cut(x, j, rule.key_block) for x in (operands.key, operands.value))
+            key, value = (cut(x, j, rule.key_block) for x in (operands.key, operands.value))
             columns = cut_places(operands.columns, j, rule.key_block)
             scores = _dot("...th,...sh->...ts", query, key) * scale
             if rule.bias is not None:
@@ -192,18 +162,11 @@ def forward(rule: Rule, operands: Operands) -> tuple[Array, Array]:
         return out / total[..., None], log_sum
 
     out, log_sum = jax.lax.map(query_block, jnp.arange(number, dtype=jnp.int32))
-    return _join(out, -2), _join(log_sum, -1)
+    return join(out, -2), join(log_sum, -1)
 
 
 def _dot(equation: str, left: Array, right: Array) -> Array:
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
-
-
-def _join(blocks: Array, axis: int) -> Array:
-    """Blocks, stacked in front, one after the other along an axis."""
-    axis %= blocks.ndim - 1
-    whole = jnp.moveaxis(blocks, 0, axis)
-    return whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
 
 
 def alike(operands: Operands, x: Array) -> Array:
@@ -238,19 +201,22 @@ def gradient(
     # Of each row, the mean of its weights' gradients, less that of its log-sum-exp.
     means = (out_bar.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - log_sum_bar
 
+    keys_transposed = jnp.swapaxes(operands.key, -1, -2)
+
     def zeros(tree: Any) -> Any:
         return jax.tree.map(lambda x: _full(operands, x.shape, 0.0), tree)
 
     def query_block(sums: tuple, i: Array) -> tuple[tuple, tuple]:
-        query, bar = (_cut(x, i, rule.query_block) for x in (operands.query, out_bar))
+        query, bar = (cut(x, i, rule.query_block) for x in (operands.query, out_bar))
         rows = cut_places(operands.rows, i, rule.query_block)
-        log_sums, mean = (_cut(x, i, rule.query_block, -1) for x in (log_sum, means))
+        log_sums, mean = (cut(x, i, rule.query_block, -1) for x in (log_sum, means))
 
         def step(carry: tuple, j: Array, masked: bool) -> tuple:
             query_bar, row_bar, (key_bar, value_bar, bias_bar, column_bar) = carry
-            key, value = (_cut(x, j, rule.key_block) for x in (operands.key, operands.value))
+            key, value = (cut(x, j, rule.key_block) for x in (operands.key, operands.value))
             columns = cut_places(operands.columns, j, rule.key_block)
-            # Transposed, [s, t]: of the products below only one has an operand to transpose.
+            # Transposed, [s, t], as are keys below and what queries get, [h, t]: no product sums
+            # over the rows of its first operand, for which CPUs' fast 16-bit products do not serve.
             scores = _dot("...sh,...th->...st", key, query) * scale
             shape = *query.shape[:-1], key.shape[-2]
             pull = None
@@ -278,14 +244,13 @@ def gradient(
                 biases = pull(jnp.swapaxes(scores_bar, -1, -2))
                 bias_bar, row_bar = jax.tree.map(jnp.add, (bias_bar, row_bar), biases[:2])
                 column_bar = jax.tree.map(
-                    lambda x, part: _add(x, part, j, rule.key_block, 1), column_bar, biases[2]
+                    lambda x, part: add(x, part, j, rule.key_block, 1), column_bar, biases[2]
                 )
             scores_bar = scores_bar.astype(query.dtype)
-            query_bar += _dot("...st,...sh->...th", scores_bar, key)
-            key_bar = _add(
-                key_bar, _dot("...st,...th->...sh", scores_bar, query), j, rule.key_block
-            )
-            value_bar = _add(
+            key_transposed = cut(keys_transposed, j, rule.key_block, -1)
+            query_bar += _dot("...hs,...st->...ht", key_transposed, scores_bar)
+            key_bar = add(key_bar, _dot("...st,...th->...sh", scores_bar, query), j, rule.key_block)
+            value_bar = add(
                 value_bar,
                 _dot("...st,...tv->...sv", used.astype(bar.dtype), bar),
                 j,
@@ -293,9 +258,13 @@ def gradient(
             )
             return query_bar, row_bar, (key_bar, value_bar, bias_bar, column_bar)
 
-        start = zeros(query), zeros(rows.features) if biased else None, sums
+        start = (
+            jnp.swapaxes(zeros(query), -1, -2),
+            zeros(rows.features) if biased else None,
+            sums,
+        )
         query_bar, row_bar, sums = _blocks(rule, operands, i, step, start)
-        return sums, (query_bar * scale, row_bar)
+        return sums, (jnp.swapaxes(query_bar, -1, -2) * scale, row_bar)
 
     sums = zeros((operands.key, operands.value))
     sums += zeros((operands.bias, operands.columns.features)) if biased else (None, None)
@@ -303,10 +272,10 @@ def gradient(
         query_block, sums, jnp.arange(number, dtype=jnp.int32)
     )
     key_bar, value_bar, bias_bar, column_bar = sums
-    row_bar = jax.tree.map(lambda x: _join(x, 1), row_bar)
+    row_bar = jax.tree.map(lambda x: join(x, 1), row_bar)
     none: Any = None
     return Operands(
-        _join(query_bar, -2),
+        join(query_bar, -2),
         key_bar * scale,
         value_bar,
         bias=bias_bar,
