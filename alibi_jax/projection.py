@@ -58,7 +58,16 @@ def _product_backward(
     operands, out = equation.split("->")
     left, right = operands.split(",")
     x_bar = _product(f"{out},{right}->{left}", bar, kernel)
-    kernel_bar = jnp.einsum(f"{left},{out}->{right}", x, bar, preferred_element_type=jnp.float32)
+    # The first operand is the one that is transposed on a CPU: the smaller.
+    narrow, wide = sorted([(x, left), (bar, out)], key=lambda each: each[0].size)
+    axes = [name for _, names in (narrow, wide) for name in names if name in right]
+    turned = "".join(axes)
+    kernel_bar = jnp.einsum(
+        f"{narrow[1]},{wide[1]}->{turned}", narrow[0], wide[0], preferred_element_type=jnp.float32
+    )
+    if turned != right:
+        # XLA would otherwise turn the product around, and not its result.
+        kernel_bar = jnp.einsum(f"{turned}->{right}", jax.lax.optimization_barrier(kernel_bar))
     return x_bar, kernel_bar.astype(kernel.dtype)
 
 

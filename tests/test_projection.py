@@ -1,0 +1,55 @@
+"""The layers' matrix product and its gradient, against float64 by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from alibi_jax.projection import Projection
+
+# Inputs wider than outputs, outputs wider than inputs, and as wide.
+CASES = [
+    ("btd,df->btf", (2, 5, 8), (8, 20)),
+    ("btf,fd->btd", (2, 5, 20), (20, 8)),
+    ("btd,dnh->btnh", (2, 5, 8), (8, 2, 3)),
+    ("btd,dnh->btnh", (2, 5, 8), (8, 2, 4)),
+    ("btnh,nhd->btd", (2, 5, 4, 6), (4, 6, 8)),
+    ("btnh,nhd->btd", (2, 5, 2, 3), (2, 3, 8)),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("equation", "shape", "kernel_shape"), CASES)
+def test_the_gradients_are_those_of_float64(equation, shape, kernel_shape, dtype):
+    axes = (None,) * len(kernel_shape)
+    layer = Projection(
+        equation, kernel_shape, axes, fan_in=kernel_shape[0], dtype=dtype, rngs=nnx.Rngs(0)
+    )
+    # Numbers that 16 bits hold, so that only what the product itself rounds is left.
+    layer.kernel.set_value(layer.kernel[...].astype(dtype).astype(jnp.float32))
+    x = jax.random.normal(jax.random.key(1), shape).astype(dtype)
+    out = layer(x)
+    bar = jax.random.normal(jax.random.key(2), out.shape).astype(dtype)
+
+    @nnx.jit
+    def total(layer, x):
+        return (layer(x).astype(jnp.float32) * bar.astype(jnp.float32)).sum()
+
+    layer_bar, x_bar = nnx.grad(total, argnums=(0, 1))(layer, x)
+    assert out.dtype == x_bar.dtype == dtype
+    assert layer_bar.kernel[...].dtype == jnp.float32
+
+    operands, result = equation.split("->")
+    left, right = operands.split(",")
+    x, kernel, bar = (np.asarray(y, np.float64) for y in (x, layer.kernel[...], bar))
+    rounding = 1e-6 if dtype == "float32" else 2**-8
+    for got, expected, share in [
+        (out, np.einsum(equation, x, kernel), rounding),
+        (x_bar, np.einsum(f"{result},{right}->{left}", bar, kernel), rounding),
+        # Never rounded to 16 bits.
+        (layer_bar.kernel[...], np.einsum(f"{left},{result}->{right}", x, bar), 1e-6),
+    ]:
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), expected, atol=share * np.abs(expected).max()
+        )
