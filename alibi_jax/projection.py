@@ -1,6 +1,6 @@
 """The matrix product of the layers, its parameters and its gradient.
 
-Equations are those of `einsum`.
+Equations are those of `einsum`; meshes' axes are automatic, as `sharding.make_mesh` has them.
 """
 
 import functools

@@ -318,6 +318,15 @@ def share_kept(query, key, slopes, tolerance, block=128):
     return (kept / kept.shape[1]).sum() / visible.sum()
 
 
+def test_the_least_tolerance_there_is_has_a_logarithm():
+    query, key = jnp.asarray(normal(0, 1, 64, 2, 8)), jnp.asarray(normal(1, 1, 64, 2, 8))
+    bias = LinearBias(alibi_slopes(2))
+    least = reach(query, key, bias, Sight(causal=False), block=8, tolerance=5e-324)
+    full = reach(query, key, bias, Sight(causal=False), block=8, tolerance=0.0)
+    assert (least.first == full.first).all()
+    assert (least.stop == full.stop).all()
+
+
 def test_half_the_blocks_of_long_rows_are_left_out():
     """Of random data with a head size of 64, whose scores are at most about 17 apart."""
     query, key = arrays(1, 4096, 4096, 8, 8, 64)

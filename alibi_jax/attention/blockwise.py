@@ -79,7 +79,9 @@ def blockwise(
         masked_after=sight.causal or sight.window is not None or masked or key_padding > 0,
         dropout_rate=dropout_rate,
     )
-    both = _each_head(rule, operands, linear) if head_by_head else _all_heads(rule, operands, bias)
+    both = (
+        _head_by_head(rule, operands, linear) if head_by_head else _all_heads(rule, operands, bias)
+    )
     out, log_sum = (jnp.swapaxes(x[:, :, :length], 1, 2) for x in both)
     return out, log_sum
 
@@ -149,7 +151,7 @@ def _all_heads(rule: Rule, operands: Operands, bias: Bias | None) -> tuple[Array
     return online_attention(rule, operands._replace(bias=parameters))
 
 
-def _each_head(rule: Rule, operands: Operands, bias: LinearBias | None) -> tuple[Array, Array]:
+def _head_by_head(rule: Rule, operands: Operands, bias: LinearBias | None) -> tuple[Array, Array]:
     """One head of one row after the other, each over its own blocks."""
     if bias is not None:
         rule = dataclasses.replace(rule, bias=_linear)

@@ -11,10 +11,10 @@ from alibi_jax.attention.places import Places
 
 def cut(x: Any, number: Array | int, size: int, axis: int = -2) -> Any:
     """Block `number` of an array, or of each in a tree."""
-    return jax.tree.map(lambda x: slice_bits(x, number * size, size, axis), x)
+    return jax.tree.map(lambda x: slice_along(x, number * size, size, axis), x)
 
 
-def slice_bits(x: Array, start: Array | int, size: int, axis: int) -> Array:
+def slice_along(x: Array, start: Array | int, size: int, axis: int) -> Array:
     """`size` of `x` along an axis from `start` on.
 
     In XLA for CPUs, a slice of 16-bit floats becomes one of float32, and a loop with such slices

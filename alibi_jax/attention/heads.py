@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from alibi_jax.attention.cuts import slice_bits
+from alibi_jax.attention.cuts import slice_along
 from alibi_jax.attention.online import Operands, Rule, alike, forward, gradient
 from alibi_jax.attention.places import Places
 
@@ -106,4 +106,4 @@ def _each_head(function: Callable[..., Any], operands: Operands, *arrays: Array)
 
 def _pick(x: Array, number: Array) -> Array:
     """`x[number]`, or the only one there is."""
-    return x[0] if x.shape[0] == 1 else slice_bits(x, number, 1, 0)[0]
+    return x[0] if x.shape[0] == 1 else slice_along(x, number, 1, 0)[0]

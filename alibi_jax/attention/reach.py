@@ -105,7 +105,7 @@ def _reach(
         weight = _weight(query, key, slopes, sides, own, block)
         # Each side of a row has its share of the tolerance; a causal row has but one side. The
         # rest is room for the rounding of the sums below, and for what underflows in them.
-        limit = math.log(tolerance if causal else tolerance / 2) - 0.01
+        limit = math.log(tolerance) - (0.0 if causal else math.log(2.0)) - 0.01
         share = jnp.where(visible, jnp.exp(weight - limit), 0.0)
     first = _leading(jnp.cumsum(share, axis=1) <= 1.0)
     stop = share.shape[1] - _leading(jnp.cumsum(share[:, ::-1], axis=1) <= 1.0)
