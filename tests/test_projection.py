@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import every_jaxpr
 
 from alibi_jax.projection import Projection
 
@@ -53,3 +54,34 @@ def test_the_gradients_are_those_of_float64(equation, shape, kernel_shape, dtype
         np.testing.assert_allclose(
             np.asarray(got, np.float64), expected, atol=share * np.abs(expected).max()
         )
+
+
+def test_projections_of_16_bits_multiply_16_bits_and_add_up_in_float32():
+    """Forward and backward; the kernel's gradient is not rounded to 16 bits."""
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(2, 5, 8)), jnp.bfloat16)
+    bar = jnp.asarray(random.normal(size=(2, 5, 4, 3)), jnp.bfloat16)
+    project = Projection(
+        "btd,dnh->btnh", (8, 4, 3), (None,) * 3, fan_in=8, dtype="bfloat16", rngs=nnx.Rngs(0)
+    )
+    graphdef, params = nnx.split(project)
+
+    def pull(params, x, bar):
+        return jax.vjp(lambda params, x: nnx.merge(graphdef, params)(x), params, x)[1](bar)
+
+    products = [
+        equation
+        for jaxpr in every_jaxpr(jax.make_jaxpr(pull)(params, x, bar).jaxpr)
+        for equation in jaxpr.eqns
+        if equation.primitive.name == "dot_general"
+    ]
+    assert len(products) == 3
+    for product in products:
+        assert [one.aval.dtype for one in product.invars] == [jnp.bfloat16] * 2
+        assert product.outvars[0].aval.dtype == jnp.float32
+    d_params, d_x = jax.jit(pull)(params, x, bar)
+    kernel = np.asarray(project.kernel[...].astype(jnp.bfloat16), float)
+    expected = np.einsum("btd,btnh->dnh", np.asarray(x, float), np.asarray(bar, float))
+    np.testing.assert_allclose(d_params.kernel[...], expected, rtol=1e-5, atol=1e-5)
+    expected = np.einsum("btnh,dnh->btd", np.asarray(bar, float), kernel)
+    np.testing.assert_allclose(np.asarray(d_x, float), expected, rtol=2**-8, atol=1e-5)
