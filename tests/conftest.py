@@ -39,6 +39,24 @@ TINY = {
 }
 
 
+@pytest.fixture
+def compiled():
+    """The names of the functions that have been compiled in the test, one for each time.
+
+    What `jax.jit` itself counts is 0 once its cache is full, as after very many tests
+    (jax-ml/jax#39078).
+    """
+    names = []
+
+    def listen(event, _, fun_name="", **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(fun_name.removeprefix("jit(").removesuffix(")"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """A folder in which the embedded corpus is prepared and tokenised as bytes."""
