@@ -17,6 +17,7 @@ from alibi_jax.config import (
     from_dict,
     nearest,
 )
+from alibi_jax.data.builders import _FROM_PATH
 from alibi_jax.positions import METHODS
 
 SECTIONS = [field.name for field in dataclasses.fields(Config)]
@@ -79,6 +80,13 @@ def test_rescalings_are_accepted_where_they_apply(rescaling, position):
 
 def test_the_positions_that_can_be_chosen_are_those_that_exist():
     assert set(configs.POSITIONS) == set(METHODS)
+
+
+def test_the_data_that_can_be_chosen_is_what_exists():
+    assert set(configs.FROM_PATH) == set(_FROM_PATH)
+    for dataset in configs.FROM_PATH:
+        for tokenizer in configs.TOKENIZERS:
+            changed(data__dataset=dataset, data__path="x", data__tokenizer=tokenizer).check()
 
 
 def test_flatten_names_every_value_as_a_command_line_would():
@@ -267,6 +275,7 @@ def test_shares_stay_below_one(key):
         ),
         ({"data__path": "x"}, ("data.dataset='sotu'", "data.path='x'")),
         ({"data__dataset": "text"}, ("data.dataset='text'", "data.path=''")),
+        ({"data__dataset": "wikitext"}, ("data.dataset='wikitext'", "data.path=''")),
         ({"data__vocab_size": 256}, ("data.vocab_size=256", "257")),
         ({"optimizer__final_fraction": 1.5}, ("optimizer.final_fraction=1.5", "1")),
         ({"mesh__data": 0}, ("mesh.data=0", "-1")),

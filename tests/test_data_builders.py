@@ -215,6 +215,66 @@ def test_a_document_too_large_for_a_record_is_refused(tmp_path):
         read(own(tmp_path), "train")
 
 
+WIKITEXT = {
+    "wiki.train.tokens": b" \n = Cats = \n \n a cat sat on a naive @-@ caf\xc3\xa9 . \n",
+    "wiki.valid.tokens": b" \n a cat sat . \n",
+    "wiki.test.tokens": b" \n a <unk> sat . \n",
+}
+
+
+def wikitext(tmp_path):
+    return Data(dataset="wikitext", path=str(tmp_path / "text"), data_dir=str(tmp_path / "data"))
+
+
+def test_a_split_of_wikitext_is_one_document(tmp_path):
+    write(tmp_path, WIKITEXT | {"README": b"\xff no document"})
+    config = wikitext(tmp_path)
+    for split, content in zip(text.SPLITS, WIKITEXT.values()):
+        assert read(config, split) == [content]
+
+
+def test_wikitext_needs_no_test_split(tmp_path):
+    write(tmp_path, dict(list(WIKITEXT.items())[:2]))
+    config = wikitext(tmp_path)
+    assert read(config, "validation") == [WIKITEXT["wiki.valid.tokens"]]
+    with pytest.raises(DataError, match=r"data\.test_split='test'.*train, validation"):
+        read(config, "test")
+
+
+@pytest.mark.parametrize("missing", ["wiki.train.tokens", "wiki.valid.tokens"])
+def test_wikitext_without_a_file_is_refused(tmp_path, missing):
+    write(tmp_path, {name: content for name, content in WIKITEXT.items() if name != missing})
+    with pytest.raises(DataError, match=rf"data\.path=.*text' has no {missing}.*WikiText-103"):
+        read(wikitext(tmp_path), "test")
+
+
+def test_wikitext_is_prepared_once_and_anew_for_other_files(tmp_path, monkeypatch):
+    write(tmp_path, WIKITEXT)
+    config = wikitext(tmp_path)
+    before = open_documents(config, "train").fingerprint
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "wikitext_documents", lambda _: pytest.fail("prepared again"))
+        write(tmp_path, {"LICENSE": b"no text of it"})
+        assert open_documents(config, "train").fingerprint == before
+    write(tmp_path, {"wiki.valid.tokens": b" \n a cat . \n"})
+    assert open_documents(config, "train").fingerprint != before
+    assert read(config, "validation") == [b" \n a cat . \n"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b" a \xff \n", r"wiki\.valid\.tokens.*not UTF-8 at byte 3"),
+        (b" a \0 \n", r"wiki\.valid\.tokens.*NUL.*byte 3"),
+        (b"", r"wiki\.valid\.tokens.*holds no text"),
+    ],
+)
+def test_wikitext_that_is_not_text_is_refused(tmp_path, content, message):
+    write(tmp_path, WIKITEXT | {"wiki.valid.tokens": content})
+    with pytest.raises(DataError, match=message):
+        read(wikitext(tmp_path), "train")
+
+
 class TinyCorpus(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version("2.0.0")
 

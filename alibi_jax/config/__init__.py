@@ -12,6 +12,7 @@ from alibi_jax.config.checks import check_positions, check_ranges, divisors
 from alibi_jax.config.parts import (
     ACTIVATIONS,
     DTYPES,
+    FROM_PATH,
     NORMS,
     OPTIMIZERS,
     POSITIONS,
@@ -65,10 +66,11 @@ class Config(Section):
                 f"train.steps={train.steps} to decay over: lower it, or use "
                 "optimizer.schedule='constant'"
             )
-        if (data.dataset == "text") != bool(data.path):
+        if (data.dataset in FROM_PATH) != bool(data.path):
             raise ConfigError(
                 f"data.dataset={data.dataset!r} with data.path={data.path!r}: for your own text "
-                "give both data.dataset='text' and data.path"
+                "give both data.dataset='text' and data.path, for WikiText 'wikitext' and its "
+                "folder"
             )
 
 
@@ -104,6 +106,7 @@ def check_key(key: str) -> None:
 __all__ = [
     "ACTIVATIONS",
     "DTYPES",
+    "FROM_PATH",
     "NORMS",
     "OPTIMIZERS",
     "POSITIONS",

@@ -35,6 +35,8 @@ RESCALINGS: dict[str, tuple[str, ...]] = {
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu")
 NORMS = ("layernorm", "rmsnorm")
 DTYPES = ("float32", "bfloat16", "float16")
+# Datasets that are read from `data.path`.
+FROM_PATH = ("text", "wikitext")
 TOKENIZERS = ("bytes", "bpe")
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
 SCHEDULES = ("cosine", "linear", "constant")
@@ -44,8 +46,9 @@ SCHEDULES = ("cosine", "linear", "constant")
 class Data(Section):
     """What to read, and how it becomes tokens."""
 
-    # "sotu" (embedded), "text" (the reader's own, under `path`), or the name of a
-    # TFDS text dataset that is already prepared under `data_dir`.
+    # "sotu" (embedded), "text" (the reader's own, under `path`), "wikitext" (the folder
+    # `path` of WikiText's files), or the name of a TFDS text dataset that is already
+    # prepared under `data_dir`.
     dataset: str = "sotu"
     path: str = ""
     # Where prepared datasets and token streams are kept; empty: $TFDS_DATA_DIR,

@@ -48,8 +48,12 @@ class Texts(tfds.core.GeneratorBasedBuilder):
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         return {
             split: self._generate_examples(documents)
-            for split, documents in text.split_documents(self.root()).items()
+            for split, documents in self.split_documents().items()
         }
+
+    def split_documents(self) -> dict[str, Iterator[tuple[str, bytes]]]:
+        """The documents (name, text) of each split."""
+        return text.split_documents(self.root())
 
     def _generate_examples(self, documents: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, (name, document) in enumerate(documents):
@@ -90,6 +94,27 @@ class TextFiles(Texts):
     def root(self) -> Path:
         """The path that was given."""
         return Path(self.builder_config.path)
+
+    @staticmethod
+    def fingerprint(root: Path) -> str:
+        """What tells this text from any other."""
+        return text.fingerprint(root)
+
+
+class WikiText(TextFiles):
+    """WikiText at the level of words (Merity et al. 2016): a split is one document."""
+
+    def split_documents(self) -> dict[str, Iterator[tuple[str, bytes]]]:
+        """A document for each of the standard files."""
+        return text.wikitext_documents(self.root())
+
+    @staticmethod
+    def fingerprint(root: Path) -> str:
+        """Of the standard files only."""
+        return text.fingerprint(*text.wikitext_files(root).values())
+
+
+_FROM_PATH: dict[str, type[TextFiles]] = {"text": TextFiles, "wikitext": WikiText}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,12 +187,13 @@ def _open_builder(config: Data) -> tfds.core.DatasetBuilder:
     root = data_dir(config)
     if config.dataset == "sotu":
         return _prepared(root / "sotu" / str(Sotu.VERSION), Sotu)
-    if config.dataset == "text":
+    if config.dataset in _FROM_PATH:
+        make = _FROM_PATH[config.dataset]
         path = Path(config.path).expanduser()
-        own = TextFilesConfig(name=text.fingerprint(path), path=str(path))
+        own = TextFilesConfig(name=make.fingerprint(path), path=str(path))
         return _prepared(
-            root / "text_files" / own.name / str(TextFiles.VERSION),
-            lambda data_dir: TextFiles(config=own, data_dir=data_dir),
+            root / make.name / own.name / str(make.VERSION),
+            lambda data_dir: make(config=own, data_dir=data_dir),
         )
     try:
         return read_only_builder.builder_from_files(config.dataset, data_dir=str(root))

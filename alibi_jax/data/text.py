@@ -7,6 +7,8 @@ from pathlib import Path
 from alibi_jax.data.errors import DataError
 
 SPLITS = ("train", "validation", "test")
+# WikiText's names, in the same order.
+_WIKITEXT = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
 # With fewer documents than this, whole documents would leave a split empty.
 _ENOUGH = 20
 # A document is one serialized protocol buffer, and those end at 2 GiB.
@@ -49,13 +51,14 @@ def list_documents(root: Path) -> list[Path]:
     return documents
 
 
-def fingerprint(root: Path) -> str:
+def fingerprint(*roots: Path) -> str:
     """A digest of every document's relative name and bytes."""
     digest = hashlib.sha256()
-    for path in list_documents(root):
-        data = path.read_bytes()
-        digest.update(f"{_name(path, root)}\0{len(data)}\0".encode())
-        digest.update(data)
+    for root in roots:
+        for path in list_documents(root):
+            data = path.read_bytes()
+            digest.update(f"{_name(path, root)}\0{len(data)}\0".encode())
+            digest.update(data)
     return digest.hexdigest()[:24]
 
 
@@ -82,6 +85,29 @@ def split_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
     return {
         split: _read([p for i, p in enumerate(documents, 1) if split_at(i) == split], root)
         for split in SPLITS
+    }
+
+
+def wikitext_files(root: Path) -> dict[str, Path]:
+    """The file of each split of WikiText that is there. Raises DataError for a missing one.
+
+    The test split may be missing.
+    """
+    files = {split: root / name for split, name in zip(SPLITS, _WIKITEXT)}
+    for path in (files["train"], files["validation"]):
+        if not path.is_file():
+            raise DataError(
+                f"data.path={str(root)!r} has no {path.name}: give the folder of WikiText-2 or "
+                "WikiText-103 (Merity et al. 2016), unpacked from the word-level archive, not "
+                "the raw one"
+            )
+    return {split: path for split, path in files.items() if path.is_file()}
+
+
+def wikitext_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
+    """Each split of WikiText as one document. Raises DataError as `split_documents` does."""
+    return {
+        split: _read(list_documents(path), path) for split, path in wikitext_files(root).items()
     }
 
 
