@@ -65,8 +65,11 @@ def summed_gradients(
     return total, count, grads
 
 
-def check_fits(config: Config, vocab_size: int, mesh: jax.sharding.Mesh) -> None:
-    """Raises ConfigError where a size does not split evenly over the mesh."""
+def check_fits(config: Config, vocab_size: int | None, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError where a size does not split evenly over the mesh.
+
+    A vocabulary that is not known yet is None, and fits.
+    """
     model, train = config.model, config.train
     rows = train.batch_size // train.accumulation
     sizes = {
@@ -78,7 +81,7 @@ def check_fits(config: Config, vocab_size: int, mesh: jax.sharding.Mesh) -> None
             "kv_heads",
         ),
         f"model.ff_width={model.ff_width}": (model.ff_width or 4 * model.width, "ff"),
-        f"the vocabulary of {vocab_size}": (vocab_size, "vocab"),
+        f"the vocabulary of {vocab_size}": (vocab_size or 0, "vocab"),
     }
     for what, (size, logical) in sizes.items():
         devices = sharding.axis_size(mesh, logical)

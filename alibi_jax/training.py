@@ -71,8 +71,9 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     """
     config.check()
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
-    bpe = config.data.tokenizer == "bpe"
-    check_fits(config, config.data.vocab_size if bpe else ByteTokenizer.vocab_size, mesh)
+    # How many words there are, only the text tells: the trainer checks it.
+    known = {"bytes": ByteTokenizer.vocab_size, "bpe": config.data.vocab_size}
+    check_fits(config, known.get(config.data.tokenizer), mesh)
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file: give a folder, or a new name")
     saved = _latest_metadata(workdir)

@@ -18,6 +18,7 @@ from alibi_jax.config import (
     nearest,
 )
 from alibi_jax.data.builders import _FROM_PATH
+from alibi_jax.data.tokenizers import _KINDS
 from alibi_jax.positions import METHODS
 
 SECTIONS = [field.name for field in dataclasses.fields(Config)]
@@ -83,6 +84,7 @@ def test_the_positions_that_can_be_chosen_are_those_that_exist():
 
 
 def test_the_data_that_can_be_chosen_is_what_exists():
+    assert set(configs.TOKENIZERS) == set(_KINDS)
     assert set(configs.FROM_PATH) == set(_FROM_PATH)
     for dataset in configs.FROM_PATH:
         for tokenizer in configs.TOKENIZERS:

@@ -85,6 +85,8 @@ def test_a_vocabulary_that_does_not_split_evenly_is_refused():
     check_fits(fitting_config(), 256, mesh)
     with pytest.raises(ConfigError, match=r"the vocabulary of 257 .* 8 devices of mesh.tensor=8"):
         check_fits(fitting_config(), 257, mesh)
+    # Not known yet.
+    check_fits(fitting_config(), None, mesh)
 
 
 @settings(max_examples=20, deadline=None)

@@ -312,6 +312,26 @@ def test_another_text_under_the_same_key_is_refused(tiny_config, tmp_path):
     assert train(config, tmp_path / "run") == 12
 
 
+def test_words_fit_the_devices_or_are_refused(tiny_config, tmp_path):
+    (tmp_path / "wiki.train.tokens").write_text(" the cat sat on the mat . \n" * 20)
+    (tmp_path / "wiki.valid.tokens").write_text(" the mat sat on the cat . \n")
+    values = {
+        "data.dataset": "wikitext",
+        "data.path": str(tmp_path),
+        "data.data_dir": str(tmp_path / "data"),
+        "data.tokenizer": "words",
+    }
+    # What needs no text is refused before it is read.
+    with pytest.raises(ConfigError, match=r"train\.batch_size/train\.accumulation=12"):
+        train(tiny_config(values | {"train.batch_size": 12}), tmp_path / "run")
+    assert not (tmp_path / "data").exists()
+    # data.vocab_size is not theirs: 6 words and the line's end.
+    config = tiny_config(values | {"mesh.data": 1, "mesh.tensor": 8, "data.vocab_size": 8192})
+    with pytest.raises(ConfigError, match="the vocabulary of 7 does not divide by the 8 devices"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_shapes_no_numbers_may_change(tiny_config, finished, tmp_path):
     workdir = shutil.copytree(finished, tmp_path / "copy")
     shutil.rmtree(workdir / "checkpoints" / "10")

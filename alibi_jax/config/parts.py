@@ -37,7 +37,7 @@ NORMS = ("layernorm", "rmsnorm")
 DTYPES = ("float32", "bfloat16", "float16")
 # Datasets that are read from `data.path`.
 FROM_PATH = ("text", "wikitext")
-TOKENIZERS = ("bytes", "bpe")
+TOKENIZERS = ("bytes", "bpe", "words")
 OPTIMIZERS = ("adamw", "sgd", "adafactor")
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -59,6 +59,7 @@ class Data(Section):
     train_split: str = "train"
     validation_split: str = "validation"
     test_split: str = "test"
+    # "words" is for text split into words already, as WikiText's is.
     tokenizer: str = "bytes"
     # Byte-level BPE only: tokens in the vocabulary, the separator included.
     vocab_size: int = 8192

@@ -1,55 +1,22 @@
-"""Text to token ids and back, without loss."""
+"""The tokenizers that can be chosen, and one way to make any of them."""
 
-import abc
-import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Integer
+from jaxtyping import Integer
 
 from alibi_jax.config import Data
 from alibi_jax.data.atomic import atomic_directory
 from alibi_jax.data.errors import DataError
 from alibi_jax.data.text import check_text, cut
+from alibi_jax.data.tokenizer_base import Tokenizer
+from alibi_jax.data.words import WordTokenizer
 
 # The library keeps some 100 bytes for each token of what it encodes at once.
 _PIECE = 2**20
-
-
-class Tokenizer(abc.ABC):
-    """A reversible map from the bytes of a document to token ids."""
-
-    kind: str
-    vocab_size: int
-    # The token put before each document; no document holds it.
-    separator: int = 0
-    # What each token stands for; nothing, for the separator.
-    byte_strings: list[bytes]
-
-    @abc.abstractmethod
-    def encode(self, document: bytes) -> Integer[np.ndarray, "T"]:
-        """The tokens of a document, without the separator."""
-
-    @abc.abstractmethod
-    def to_dict(self) -> dict[str, Any]:
-        """All of the tokenizer as JSON values; `from_dict` makes it again."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The same for two tokenizers only if they give the same tokens."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
-
-    @functools.cached_property
-    def token_bytes(self) -> Int32[np.ndarray, "V"]:
-        """How many bytes each token stands for; 0 for the separator."""
-        return np.array([len(string) for string in self.byte_strings], np.int32)
-
-    def decode(self, ids: Integer[np.ndarray, "T"] | Sequence[int]) -> bytes:
-        """The bytes of tokens; separators give none."""
-        return b"".join(self.byte_strings[token] for token in np.asarray(ids, int).tolist())
 
 
 class ByteTokenizer(Tokenizer):
@@ -125,13 +92,22 @@ class BpeTokenizer(Tokenizer):
         return {"kind": self.kind, "model": self._json}
 
 
+# What is called with the other values of `to_dict`.
+_KINDS: dict[str, Callable[..., Tokenizer]] = {
+    "bytes": ByteTokenizer,
+    "bpe": BpeTokenizer,
+    "words": WordTokenizer,
+}
+
+
 def from_dict(values: dict[str, Any]) -> Tokenizer:
     """The tokenizer that `to_dict` wrote."""
-    return ByteTokenizer() if values["kind"] == "bytes" else BpeTokenizer(values["model"])
+    arguments = dict(values)
+    return _KINDS[arguments.pop("kind")](**arguments)
 
 
 def make_tokenizer(config: Data) -> Tokenizer:
-    """The tokenizer of a configuration; BPE is trained on the training split, once."""
+    """The tokenizer of a configuration; BPE and words are of the training split, learned once."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     from tqdm import tqdm
@@ -139,12 +115,19 @@ def make_tokenizer(config: Data) -> Tokenizer:
     from alibi_jax.data.builders import data_dir, open_documents
 
     documents = open_documents(config, "train")
-    key = hashlib.sha256(f"1 {config.vocab_size} {documents.fingerprint}".encode()).hexdigest()
-    kept = data_dir(config) / "alibi_jax" / f"bpe-{key[:24]}"
+    bpe = config.tokenizer == "bpe"
+    # Words are all kept, whatever `vocab_size`.
+    shaped = f"1 {config.vocab_size}" if bpe else "1"
+    key = hashlib.sha256(f"{shaped} {documents.fingerprint}".encode()).hexdigest()
+    kept = data_dir(config) / "alibi_jax" / f"{config.tokenizer}-{key[:24]}"
     if not kept.is_dir():
         with atomic_directory(kept) as staging:
-            progress = tqdm(documents, desc="reading for the tokenizer", unit=" documents")
-            tokenizer = BpeTokenizer.train(iter(progress), config.vocab_size)
+            progress = iter(tqdm(documents, desc="reading for the tokenizer", unit=" documents"))
+            tokenizer = (
+                BpeTokenizer.train(progress, config.vocab_size)
+                if bpe
+                else WordTokenizer.train(progress)
+            )
             (staging / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
     # Read back also by the process that trained it: all of them use the first one kept.
     return from_dict(json.loads((kept / "tokenizer.json").read_text()))
