@@ -14,8 +14,9 @@ import tensorflow_datasets as tfds
 from alibi_jax.config import Data
 from alibi_jax.data import streams
 from alibi_jax.data.errors import DataError
-from alibi_jax.data.streams import token_stream
+from alibi_jax.data.streams import document_starts, token_stream
 from alibi_jax.data.tokenizers import BpeTokenizer, ByteTokenizer
+from alibi_jax.data.words import WordTokenizer
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -45,7 +46,27 @@ def test_tokenised_once(config, monkeypatch):
     first = token_stream(config, "train", ByteTokenizer())
     monkeypatch.setattr(ByteTokenizer, "encode", lambda *_: pytest.fail("tokenised again"))
     np.testing.assert_array_equal(token_stream(config, "train", ByteTokenizer()), first)
+    document_starts(config, "train", ByteTokenizer())
     assert len(kept(config)) == 1
+
+
+def test_documents_start_at_their_separators(config):
+    starts = document_starts(config, "train", ByteTokenizer())
+    assert starts.dtype == np.int64
+    assert starts.tolist() == [0, 1 + len("one")]
+    assert not starts.flags.writeable
+    assert document_starts(config, "validation", ByteTokenizer()).tolist() == [0]
+
+
+def test_documents_start_where_they_do_though_they_hold_the_separator(config):
+    documents = [b" \n a b \n", b" \n", b" b \n \n"]
+    for number, document in enumerate(documents):
+        (Path(config.path) / "train" / str(number)).write_bytes(document)
+    tokenizer = WordTokenizer.train(iter(documents))
+    tokens = token_stream(config, "train", tokenizer)
+    assert document_starts(config, "train", tokenizer).tolist() == [0, 5, 7]
+    assert (tokens == tokenizer.separator).sum() == 3 + 5
+    assert tokenizer.decode(tokens) == b"".join(b" \n" + document for document in documents)
 
 
 def test_other_text_tokenizer_or_format_is_another_stream(config, monkeypatch):
@@ -55,7 +76,7 @@ def test_other_text_tokenizer_or_format_is_another_stream(config, monkeypatch):
     assert np.flatnonzero(tokens == 0).tolist() == [0, 1 + len(bpe.encode(b"one"))]
     (Path(config.path) / "train" / "0").write_bytes(b"uno")
     assert token_stream(config, "train", ByteTokenizer())[1] == ord("u")
-    monkeypatch.setattr(streams, "_FORMAT", 2)
+    monkeypatch.setattr(streams, "_FORMAT", streams._FORMAT + 1)
     token_stream(config, "train", ByteTokenizer())
     assert len(kept(config)) == 4
 
@@ -72,6 +93,8 @@ def test_a_large_vocabulary_takes_four_bytes(config, monkeypatch):
     [
         lambda folder: os.truncate(folder / "tokens.bin", 6),
         lambda folder: (folder / "tokens.bin").unlink(),
+        lambda folder: os.truncate(folder / "starts.bin", 8),
+        lambda folder: (folder / "starts.bin").unlink(),
         lambda folder: (folder / "meta.json").write_text("{"),
         lambda folder: (folder / "meta.json").unlink(),
         lambda folder: (folder / "meta.json").write_text(json.dumps({"tokens": 1})),
@@ -82,6 +105,7 @@ def test_a_damaged_stream_is_made_again(config, damage):
     (folder,) = kept(config)
     damage(folder)
     np.testing.assert_array_equal(token_stream(config, "train", ByteTokenizer()), good)
+    assert document_starts(config, "train", ByteTokenizer()).tolist() == [0, 4]
     assert list(folder.parent.iterdir()) == [folder]
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt
+from jaxtyping import Int64, UInt
 
 from alibi_jax.config import Data
 from alibi_jax.data.atomic import atomic_directory, discard
 from alibi_jax.data.errors import DataError
-from alibi_jax.data.tokenizers import Tokenizer
+from alibi_jax.data.tokenizer_base import Tokenizer
 
 # Raised when the layout of a stream changes, so that older ones are left alone.
-_FORMAT = 1
+_FORMAT = 2
 
 
 def token_stream(config: Data, split: str, tokenizer: Tokenizer) -> UInt[np.ndarray, "N"]:
@@ -23,6 +23,18 @@ def token_stream(config: Data, split: str, tokenizer: Tokenizer) -> UInt[np.ndar
     uint16 where the vocabulary allows, else uint32. Tokenised once, document by document, and
     kept under `data_dir`. Raises DataError if there is no text.
     """
+    kept = _prepare(config, split, tokenizer)
+    meta = json.loads((kept / "meta.json").read_text())
+    return np.memmap(kept / "tokens.bin", mode="r", dtype=meta["dtype"])
+
+
+def document_starts(config: Data, split: str, tokenizer: Tokenizer) -> Int64[np.ndarray, "D"]:
+    """Where in `token_stream` each document's separator is, mapped from disk."""
+    return np.memmap(_prepare(config, split, tokenizer) / "starts.bin", mode="r", dtype=np.int64)
+
+
+def _prepare(config: Data, split: str, tokenizer: Tokenizer) -> Path:
+    """The folder of a stream, made where there is none that is whole."""
     from alibi_jax.data.builders import data_dir, open_documents
 
     documents = open_documents(config, split)
@@ -37,25 +49,25 @@ def token_stream(config: Data, split: str, tokenizer: Tokenizer) -> UInt[np.ndar
         discard(kept)
     if not kept.exists():
         with atomic_directory(kept) as staging:
-            described = _write(staging / "tokens.bin", documents, tokenizer)
+            described = _write(staging, documents, tokenizer)
             if described["tokens"] == len(documents):
                 raise DataError(
                     f"data.{split}_split of data.dataset={config.dataset!r} holds no text: choose "
                     "another split"
                 )
             (staging / "meta.json").write_text(json.dumps(identity | described, indent=1))
-    meta = json.loads((kept / "meta.json").read_text())
-    return np.memmap(kept / "tokens.bin", mode="r", dtype=meta["dtype"])
+    return kept
 
 
-def _write(path: Path, documents: Any, tokenizer: Tokenizer) -> dict[str, Any]:
+def _write(folder: Path, documents: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     from tqdm import tqdm
 
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     separator = np.array([tokenizer.separator], dtype)
     tokens = 0
     with (
-        path.open("wb") as file,
+        (folder / "tokens.bin").open("wb") as file,
+        (folder / "starts.bin").open("wb") as starts,
         tqdm(
             total=documents.num_bytes or None,
             desc="tokenising",
@@ -66,18 +78,22 @@ def _write(path: Path, documents: Any, tokenizer: Tokenizer) -> dict[str, Any]:
     ):
         for document in documents:
             ids = tokenizer.encode(document).astype(dtype)
+            np.array([tokens], np.int64).tofile(starts)
             separator.tofile(file)
             ids.tofile(file)
             tokens += 1 + len(ids)
             progress.update(len(document))
-    return {"tokens": tokens, "dtype": dtype.name}
+    return {"tokens": tokens, "starts": len(documents), "dtype": dtype.name}
 
 
 def _whole(kept: Path) -> bool:
     """Whether a stream is what its description says."""
     try:
         meta = json.loads((kept / "meta.json").read_text())
-        size = meta["tokens"] * np.dtype(meta["dtype"]).itemsize
-        return (kept / "tokens.bin").stat().st_size == size
+        sizes = {
+            "tokens.bin": meta["tokens"] * np.dtype(meta["dtype"]).itemsize,
+            "starts.bin": meta["starts"] * np.dtype(np.int64).itemsize,
+        }
+        return all((kept / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
