@@ -13,7 +13,7 @@ from alibi_jax.checkpoints import Checkpoints, Metadata
 from alibi_jax.config import Config, from_dict
 from alibi_jax.data import tokenizers
 from alibi_jax.data.builders import open_documents
-from alibi_jax.data.streams import token_stream
+from alibi_jax.data.streams import document_starts, token_stream
 from alibi_jax.model import abstract_model
 from alibi_jax.rescaling import UNSCALED, Rescaling
 from alibi_jax.scoring import Protocol, Scorer, Scores
@@ -138,6 +138,10 @@ def evaluate_run(
     """
     config = run.config
     tokens = token_stream(config.data, split, run.tokenizer)
+    # Separators before documents are no text, also where the same token ends lines. The first
+    # one is no target.
+    separators = len(document_starts(config.data, split, run.tokenizer)) - 1
+    separator_bytes = separators * int(run.tokenizer.token_bytes[run.tokenizer.separator])
     # The parameters are the run's; what a rescaling changes is in the graph, one for each length.
     scorers = {
         length: Scorer(
@@ -163,6 +167,7 @@ def evaluate_run(
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 row["error"] = str(error).strip().splitlines()[0]
                 continue
+            scores.num_bytes -= separator_bytes
             row |= {
                 "nll": scores.mean_nll,
                 "perplexity": math.exp(scores.mean_nll),

@@ -1,5 +1,7 @@
+import dataclasses
 import json
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alibi_jax.config import Data
 from alibi_jax.data.streams import token_stream
 from alibi_jax.evaluation import (
     check_strides,
@@ -370,3 +373,49 @@ def test_another_text_than_the_one_trained_on_is_not_loaded(workdir, text):
         load_run(workdir)
     text.write_text(before)
     assert load_run(workdir).metadata.step == 5
+
+
+@pytest.fixture(scope="module")
+def words_run(tmp_path_factory, tiny_config):
+    """A run of a few steps on the words of a made-up WikiText."""
+    folder = tmp_path_factory.mktemp("wikitext")
+    for split, lines in (("train", 200), ("valid", 30), ("test", 20)):
+        (folder / f"wiki.{split}.tokens").write_text(
+            " \n = Numbers = \n \n"
+            + "".join(f" line {i % 20} says <unk> is {i * i % 17} , not \n" for i in range(lines))
+        )
+    values = {
+        "data.dataset": "wikitext",
+        "data.path": str(folder),
+        "data.data_dir": str(folder / "data"),
+        "data.tokenizer": "words",
+        "train.validation_every": 3,
+    }
+    train(tiny_config(values | {"train.steps": 3}), folder / "run")
+    return load_run(folder / "run")
+
+
+@pytest.mark.parametrize(("split", "name"), [("validation", "valid"), ("test", "test")])
+def test_words_of_wikitext_are_trained_on_and_scored(words_run, split, name):
+    raw = pathlib.Path(words_run.config.data.path, f"wiki.{name}.tokens").read_bytes()
+    entry = evaluate_run(words_run, [LENGTH], parse_protocols("nonoverlapping"), split, 512)
+    (row,) = entry["rows"]
+    assert row["targets"] == len(raw.split()) + raw.count(b"\n")
+    bits = row["nll"] * row["targets"] / math.log(2)
+    assert row["bits_per_byte"] == pytest.approx(bits / len(raw), rel=1e-12)
+
+
+def test_f8_separators_are_no_bytes_of_text_where_the_same_token_ends_lines(words_run, tmp_path):
+    documents = {"train/a": " line 1 \n", "validation/a": " line 3 , \n" * 9}
+    documents |= {f"validation/{i}": f" line {i} \n \n" for i in range(3)}
+    for name, document in documents.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(document)
+    data = Data("text", path=str(tmp_path), data_dir=str(tmp_path / "data"), tokenizer="words")
+    run = dataclasses.replace(words_run, config=dataclasses.replace(words_run.config, data=data))
+    entry = evaluate_run(run, [LENGTH], parse_protocols("nonoverlapping"), "validation", 512)
+    (row,) = entry["rows"]
+    held_out = [document for name, document in documents.items() if name.startswith("validation")]
+    assert row["targets"] == sum(len(d.split()) + d.count("\n") for d in held_out) + 3
+    bits = row["nll"] * row["targets"] / math.log(2)
+    assert row["bits_per_byte"] == pytest.approx(bits / len("".join(held_out)), rel=1e-12)
