@@ -5,18 +5,20 @@ K key heads, H head size, F feed-forward.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from alibi_jax import config as configs
 from alibi_jax.attention import attention
 from alibi_jax.attention.ring import Rings, ring_attention
-from alibi_jax.biases import Decay, LinearBias, forget_bias_at, forget_decay
+from alibi_jax.attention.statistics import AttentionStatistics, attention_statistics
+from alibi_jax.biases import LinearBias
 from alibi_jax.cache import KeyValues
+from alibi_jax.placed import Places, placed
 from alibi_jax.positions import METHODS, PositionMethod, make_position_method
 from alibi_jax.projection import Projection
 from alibi_jax.sharding import constrain, split
@@ -42,20 +44,6 @@ def dropout(
         return x
     keep = jax.random.bernoulli(jax.random.fold_in(key, salt), 1.0 - rate, x.shape)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
-
-
-class Places(NamedTuple):
-    """Where the queries and the keys of a forward pass stand, the same for all layers.
-
-    Query t is key `offset` + t. `counted`: within a segment positions differ as indices do.
-    """
-
-    query_positions: Int[Array, "*#B T"]
-    key_positions: Int[Array, "*#B S"]
-    query_segment_ids: Int[Array, "B T"] | None
-    key_segment_ids: Int[Array, "B S"] | None
-    offset: int | Int[Array, ""]
-    counted: bool
 
 
 class Attention(nnx.Module):
@@ -97,15 +85,8 @@ class Attention(nnx.Module):
 
         A cache of all keys has its entries from `places.offset` on written before it is read.
         """
-        length = x.shape[1]
-        query = constrain(self.query(x), "batch", None, "heads", None)
-        keys = KeyValues(
-            constrain(self.key(x), "batch", None, "kv_heads", None),
-            constrain(self.value(x), "batch", None, "kv_heads", None),
-            position.gates(x),
-        )
-        bias = position.bias()
-        if isinstance(cached, Rings) and isinstance(bias, LinearBias):
+        query, keys = self._projected(x, position)
+        if isinstance(cached, Rings) and isinstance(bias := position.bias(), LinearBias):
             out, cached = ring_attention(
                 query,
                 keys.key,
@@ -119,35 +100,43 @@ class Attention(nnx.Module):
             return self.out(out), cached
         if isinstance(cached, KeyValues):
             keys = cached = cached.write(keys, places.offset)
-        key_decay = query_decay = None
-        if keys.gates is not None:
-            key_decay = forget_decay(keys.gates, places.key_segment_ids)
-            query_decay = jax.tree.map(
-                lambda x: jax.lax.dynamic_slice_in_dim(x, places.offset, length, axis=1), key_decay
-            )
-            bias = _decay_bias
-        query, key = position.rotate(query, keys.key, places.query_positions, places.key_positions)
+        sides = placed(query, keys, position, places)
+        bias = sides.bias
         if (bias is None or isinstance(bias, LinearBias)) and (
             training_key is None or self.dropout_rate == 0.0
         ):
-            out = _linear_attention(query, key, keys.value, bias, places)
+            out = _linear_attention(sides.query, sides.key, keys.value, bias, places)
         else:
             out = attention(
-                query,
-                key,
-                keys.value,
-                bias=bias,
+                **sides._asdict(),
+                value=keys.value,
                 offset=places.offset,
                 query_positions=places.query_positions,
                 key_positions=places.key_positions,
                 query_segment_ids=places.query_segment_ids,
                 key_segment_ids=places.key_segment_ids,
-                query_features=query_decay,
-                key_features=key_decay,
                 dropout_rate=self.dropout_rate,
                 dropout_key=training_key,
             )
         return self.out(out), cached
+
+    def statistics(
+        self, x: Float[Array, "B T D"], position: PositionMethod, places: Places
+    ) -> AttentionStatistics:
+        """How the layer attends to whole rows, which stand at 0, 1, 2, ..."""
+        sides = placed(*self._projected(x, position), position, places)
+        return attention_statistics(**sides._asdict())
+
+    def _projected(
+        self, x: Float[Array, "B T D"], position: PositionMethod
+    ) -> tuple[Float[Array, "B T N H"], KeyValues]:
+        query = constrain(self.query(x), "batch", None, "heads", None)
+        keys = KeyValues(
+            constrain(self.key(x), "batch", None, "kv_heads", None),
+            constrain(self.value(x), "batch", None, "kv_heads", None),
+            position.gates(x),
+        )
+        return query, keys
 
 
 def _linear_attention(
@@ -208,12 +197,6 @@ def _linear_attention(
         places.key_segment_ids,
         traced,
     )
-
-
-def _decay_bias(
-    query_positions: Array, key_positions: Array, query_decay: Decay, key_decay: Decay
-) -> Array:
-    return forget_bias_at(query_decay, key_decay)
 
 
 class FeedForward(nnx.Module):

@@ -14,9 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax import config as configs
 from alibi_jax.attention.ring import Rings, empty_rings
+from alibi_jax.attention.statistics import AttentionStatistics
 from alibi_jax.cache import BoundedCache, Cache, KeyValues, bounding_slopes
-from alibi_jax.layers import Layer, Places, dropout, make_norm
+from alibi_jax.layers import Layer, dropout, make_norm
+from alibi_jax.placed import Places
 from alibi_jax.positions import METHODS, PositionMethod, make_position_method
+from alibi_jax.segments import segment_positions, segment_runs
 from alibi_jax.sharding import constrain, named_sharding
 
 
@@ -101,6 +104,16 @@ class Transformer(nnx.Module):
                 counted, positions = counted and drawn is positions, drawn
         places = Places(positions, positions, segment_ids, segment_ids, 0, counted)
         return self._run(tokens, places, None, training_key)[0]
+
+    def attention_statistics(self, tokens: Int[Array, "B T"]) -> AttentionStatistics:
+        """How each layer attends in `hidden_states` of whole rows: `[L, B, N]`, `[L, B, N, T]`."""
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        places = Places(positions, positions, None, None, 0, True)
+        x, layers = self._embedded(tokens, places, None), []
+        for layer, position in self._layers():
+            layers.append(layer.attention.statistics(layer.attention_norm(x), position, places))
+            x, _ = layer(x, position, places, None, None)
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
 
     def init_cache(
         self,
@@ -216,13 +229,9 @@ class Transformer(nnx.Module):
             for number, layer in enumerate(self.layers)
         ]
 
-    def _run(
-        self,
-        tokens: Int[Array, "B T"],
-        places: Places,
-        cached: tuple[KeyValues, ...] | tuple[Rings, ...] | None,
-        training_key: Key[Array, ""] | None,
-    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+    def _embedded(
+        self, tokens: Int[Array, "B T"], places: Places, training_key: Key[Array, ""] | None
+    ) -> Float[Array, "B T D"]:
         # Gathered whole: looked up in a table split both ways, rows would be assembled one by one.
         # In float32: the gradient adds up a row for each time that a token occurs.
         table = constrain(self.embedding[...], None, None)
@@ -230,8 +239,16 @@ class Transformer(nnx.Module):
         for method in self.positions.values():
             x = method.embed(x, places.query_positions)
         x = constrain(x, "batch", None, None)
-        x = dropout(x, self.dropout_rate, training_key, salt=0)
-        kept = []
+        return dropout(x, self.dropout_rate, training_key, salt=0)
+
+    def _run(
+        self,
+        tokens: Int[Array, "B T"],
+        places: Places,
+        cached: tuple[KeyValues, ...] | tuple[Rings, ...] | None,
+        training_key: Key[Array, ""] | None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+        x, kept = self._embedded(tokens, places, training_key), []
         for number, (layer, position) in enumerate(self._layers()):
             run = functools.partial(
                 layer,
@@ -245,22 +262,6 @@ class Transformer(nnx.Module):
             x, keys = jax.checkpoint(run)(x) if self.remat else run(x)
             kept.append(keys)
         return self.norm(x), tuple(kept)
-
-
-def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Positions that count from 0 within each run of equal segment ids, int32."""
-    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    return index - jax.lax.cummax(jnp.where(_starts(segment_ids), index, 0), axis=1)
-
-
-def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Segment ids that no two runs of equal ids share, int32; 0, padding, stays 0."""
-    runs = jnp.cumsum(_starts(segment_ids), axis=1, dtype=jnp.int32) + 1
-    return jnp.where(segment_ids == 0, 0, runs)
-
-
-def _starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
 
 
 def make_model(config: configs.Config, vocab_size: int, rngs: nnx.Rngs) -> Transformer:

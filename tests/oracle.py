@@ -88,10 +88,15 @@ def attention(x, layer, name, weights, config, positions, visible, train_length)
                 )
                 for j in seen
             ]
-            scores = np.array([SCORES.get(name, lambda pair: pair.product)(p) for p in pairs])
+            scores = scores_of(name, pairs)
             shares = np.exp(scores - scores.max())
             out[i] += shares / shares.sum() @ values[seen] @ layer["out"]["kernel"][head]
     return out
+
+
+def scores_of(name, pairs):
+    """What softmax gets of one query."""
+    return np.array([SCORES.get(name, lambda pair: pair.product)(pair) for pair in pairs])
 
 
 def sinusoid(position, width, weights=None):

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from helpers import mesh_of
 
+from alibi_jax.attention import statistics
 from alibi_jax.config import POSITIONS, Config, Model
 from alibi_jax.model import Transformer, abstract_model
 from alibi_jax.sharding import named_sharding
@@ -362,6 +363,14 @@ def test_exported(case):
 @pytest.mark.parametrize("case", POSITIONS)
 def test_a3_sharded(case):
     """bigscience-workshop/Megatron-DeepSpeed#227: slopes from the local number of heads."""
+    graphdef, params, tokens, mesh = on_eight_devices(case)
+    with jax.set_mesh(mesh):
+        logits = jax.jit(lambda params: logits_of(nnx.merge(graphdef, params), tokens))(params)
+    assert_exact(logits, expected(case, some_tokens(), num_layers=1))
+
+
+def on_eight_devices(case):
+    """(graphdef, parameters, tokens, mesh) of one layer, split every way."""
     config = Config(model=config_of(case, num_layers=1))
     config.train.length = TRAIN_LENGTH
     mesh = mesh_of(2, 2, 2)
@@ -371,9 +380,75 @@ def test_a3_sharded(case):
     kernel = params["layers"][0]["attention"]["query"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (8, 2, 4)
     tokens = jax.device_put(some_tokens(), named_sharding(mesh, "batch", None))
+    return graphdef, params, tokens, mesh
+
+
+# How it attends.
+
+
+def expected_statistics(case, tokens, monkeypatch, **changes):
+    """Entropies, distances and mean scores by distance, from the scores of the oracle's queries."""
+    rows, scores_of = [], oracle.scores_of
+
+    def kept(name, pairs):
+        rows.append(scores_of(name, pairs))
+        return rows[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(oracle, "scores_of", kept)
+        expected(case, tokens, **changes)
+    config, (batch, length) = config_of(case, **changes), tokens.shape
+    entropy, distance, scores = ([] for _ in range(3))
+    for start in range(0, len(rows), length):
+        head = rows[start : start + length]
+        shares = [np.exp(row - row.max()) / np.exp(row - row.max()).sum() for row in head]
+        entropy.append(np.mean([-(p * np.log(p)).sum() for p in shares]))
+        distance.append(np.mean([(p * np.arange(len(p))[::-1]).sum() for p in shares]))
+        scores.append([np.mean([row[-1 - n] for row in head[n:]]) for n in range(length)])
+    shape = batch, config.num_layers, config.num_heads
+    return [
+        np.reshape(x, shape + np.shape(x)[1:]).swapaxes(0, 1) for x in (entropy, distance, scores)
+    ]
+
+
+def assert_same_statistics(statistics, wanted):
+    for name, x, other in zip(statistics._fields, statistics, wanted, strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_allclose(x, other, rtol=0, atol=EXACT, err_msg=name)
+
+
+@every_case
+def test_attention_statistics(case, monkeypatch):
+    # Three queries at a time, and two that are left.
+    monkeypatch.setattr(statistics, "SCORES", 3 * BATCH * 4 * LENGTH)
+    tokens = some_tokens()
+    measured = jax.jit(make(case).attention_statistics)(tokens)
+    assert measured.scores.shape == (2, BATCH, 4, LENGTH)
+    assert_same_statistics(measured, expected_statistics(case, tokens, monkeypatch))
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_attention_statistics_of_a_model_in_training(case, monkeypatch):
+    """Dropout and remat are the training step's alone."""
+    model = make(case, remat=True, dropout=0.5, attention_dropout=0.5, activation_dropout=0.5)
+    tokens = some_tokens()
+    measured = model.attention_statistics(jnp.asarray(tokens))
+    assert_same_statistics(measured, expected_statistics(case, tokens, monkeypatch))
+
+
+@pytest.mark.parametrize("case", POSITIONS)
+def test_attention_statistics_sharded(case, monkeypatch):
+    graphdef, params, tokens, mesh = on_eight_devices(case)
+    # Five queries at a time of the one row and two heads that a device has.
+    monkeypatch.setattr(statistics, "SCORES", 5 * 2 * LENGTH)
+
+    def measure(params):
+        return nnx.merge(graphdef, params).attention_statistics(tokens)
+
     with jax.set_mesh(mesh):
-        logits = jax.jit(lambda params: logits_of(nnx.merge(graphdef, params), tokens))(params)
-    assert_exact(logits, expected(case, some_tokens(), num_layers=1))
+        measured = jax.jit(measure)(params)
+    wanted = expected_statistics(case, some_tokens(), monkeypatch, num_layers=1)
+    assert_same_statistics(measured, wanted)
 
 
 # Half precision.

@@ -18,9 +18,8 @@ from alibi_jax.model import (
     dropout,
     initial_params,
     make_model,
-    segment_positions,
-    segment_runs,
 )
+from alibi_jax.segments import segment_positions, segment_runs
 
 VOCAB = 11
 # Most tests run without jit and share few shapes, batches of 2 and lengths of 9, 5 and 4: each

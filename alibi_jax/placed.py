@@ -1,0 +1,61 @@
+"""Queries and keys in their places: what the scores of a layer are made of.
+
+Axes as in `layers`: B batch, T queries, S keys, N query heads, K key heads, H head size.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from alibi_jax.biases import Bias, Decay, forget_bias_at, forget_decay
+from alibi_jax.cache import KeyValues
+from alibi_jax.positions import PositionMethod
+
+
+class Places(NamedTuple):
+    """Where the queries and the keys of a forward pass stand, the same for all layers.
+
+    Query t is key `offset` + t. `counted`: within a segment positions differ as indices do.
+    """
+
+    query_positions: Int[Array, "*#B T"]
+    key_positions: Int[Array, "*#B S"]
+    query_segment_ids: Int[Array, "B T"] | None
+    key_segment_ids: Int[Array, "B S"] | None
+    offset: int | Int[Array, ""]
+    counted: bool
+
+
+class Placed(NamedTuple):
+    """Queries and keys with their positions worked in, and what is added to their products.
+
+    By the names that `attention` has for them.
+    """
+
+    query: Float[Array, "B T N R"]
+    key: Float[Array, "B S K R"]
+    bias: Bias | None
+    query_features: Decay | None
+    key_features: Decay | None
+
+
+def placed(
+    query: Float[Array, "B T N H"], keys: KeyValues, position: PositionMethod, places: Places
+) -> Placed:
+    """Queries and keys as they were projected, in their places by the layer's position method."""
+    length = query.shape[1]
+    query, key = position.rotate(query, keys.key, places.query_positions, places.key_positions)
+    if keys.gates is None:
+        return Placed(query, key, position.bias(), None, None)
+    key_decay = forget_decay(keys.gates, places.key_segment_ids)
+    query_decay = jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, places.offset, length, axis=1), key_decay
+    )
+    return Placed(query, key, _decay_bias, query_decay, key_decay)
+
+
+def _decay_bias(
+    query_positions: Array, key_positions: Array, query_decay: Decay, key_decay: Decay
+) -> Array:
+    return forget_bias_at(query_decay, key_decay)
