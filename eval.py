@@ -1,7 +1,8 @@
 """Evaluates checkpoints at many lengths: `python eval.py --workdir=runs/tiny`.
 
-Writes results.json, results.csv and the extrapolation figure to <workdir>/eval, and prints the
-table. --workdir again puts another run beside it. README.md has the rest.
+Writes report.html, results.json, results.csv and the figures to <workdir>/eval, and prints the
+table and what it says. --workdir again, or a pattern as 'runs/*', puts runs side by side. Stopped
+at any moment, the same command goes on where it was. README.md has the rest.
 """
 
 import pathlib
@@ -10,12 +11,16 @@ from absl import flags
 
 from alibi_jax import command_line
 
-_WORKDIR = flags.DEFINE_multi_string("workdir", None, "A run to evaluate; may be repeated.")
+_WORKDIR = flags.DEFINE_multi_string(
+    "workdir", None, "A run to evaluate, or a pattern of them; may be repeated."
+)
 _LENGTHS = flags.DEFINE_string(
     "lengths", "1x,2x,4x,8x,16x,32x", "Tokens, or multiples of the training length."
 )
 _PROTOCOLS = flags.DEFINE_string(
-    "protocols", "nonoverlapping", "Any of nonoverlapping and sliding:STRIDE."
+    "protocols",
+    "nonoverlapping,fixed",
+    "Any of nonoverlapping, sliding:STRIDE and fixed: each target with exactly so much context.",
 )
 _RESCALINGS = flags.DEFINE_string(
     "rescalings",
@@ -23,7 +28,20 @@ _RESCALINGS = flags.DEFINE_string(
     "Any of none, linear, ntk, yarn and dynamic_ntk, for rotary (linear for ALiBi too); the factor "
     "is the length over the training length, or F as in linear:F.",
 )
+_ATTENTION = flags.DEFINE_string(
+    "attention", "1x,2x", "Lengths at which attention is looked at: its resolution, how far it is."
+)
+_JUDGE = flags.DEFINE_string(
+    "judge", None, "The run that says which targets LongPPL counts; default: each run for itself."
+)
 _SPLIT = flags.DEFINE_enum("split", "validation", ["train", "validation", "test"], "Of the corpus.")
+_DOCUMENTS = flags.DEFINE_bool(
+    "documents", False, "Windows stay within a document; else documents follow one another."
+)
+_BOS = flags.DEFINE_bool("bos", False, "Each window begins with the token put before documents.")
+_TARGETS = flags.DEFINE_integer("targets", 512, "Targets that fixed context samples.")
+_PASSAGE = flags.DEFINE_integer("passage", 200, "Targets in the passage that the report shows.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of the sample, and of the bootstrap.")
 _STEP = flags.DEFINE_integer("step", None, "The checkpoint; default: the latest.")
 _BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 8192, "Tokens a batch, at every length.")
 _OUT = flags.DEFINE_string("out", None, "Where to write; default: eval/ in the first workdir.")
@@ -32,14 +50,21 @@ _OUT = flags.DEFINE_string("out", None, "Where to write; default: eval/ in the f
 def main() -> int:
     """Flags in, one call out."""
     command_line.start_devices()
-    from alibi_jax.report import evaluate
+    from alibi_jax.evaluation import evaluate
 
     return evaluate(
-        [pathlib.Path(workdir) for workdir in _WORKDIR.value or []],
+        _WORKDIR.value or [],
         lengths=_LENGTHS.value,
         protocols=_PROTOCOLS.value,
         rescalings=_RESCALINGS.value,
+        attention=_ATTENTION.value,
+        judge=_JUDGE.value,
         split=_SPLIT.value,
+        documents=_DOCUMENTS.value,
+        bos=_BOS.value,
+        targets=_TARGETS.value,
+        passage=_PASSAGE.value,
+        seed=_SEED.value,
         step=_STEP.value,
         batch_tokens=_BATCH_TOKENS.value,
         out=pathlib.Path(_OUT.value) if _OUT.value else None,

@@ -1,61 +1,49 @@
-"""Loss over windows of a token stream: exact sums and counts, on all devices."""
+"""Losses of the targets of windows over a token stream, one by one, on all devices."""
 
 import dataclasses
-import math
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float32, Float64, Int64
 from tqdm import tqdm
 
-from alibi_jax import sharding
-from alibi_jax.data.windows import EvaluationWindows, evaluation_windows
+from alibi_jax import memory, sharding
+from alibi_jax.data.windows import EvaluationWindows
 from alibi_jax.losses import token_nll
 
-
-@dataclasses.dataclass(frozen=True)
-class Protocol:
-    """How windows of a length are laid over a stream.
-
-    `nonoverlapping`: each window's targets have 1, 2, ..., L tokens of context; the paper's
-    main tables. `sliding`: windows move by `stride`, and past the first only their last
-    `stride` targets count, each with at least L - stride + 1 tokens of context; stride 1 is
-    the paper's Appendix B.
-    """
-
-    name: str
-    stride: int | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.stride is None else f"{self.name}:{self.stride}"
-
-    def windows(self, num_tokens: int, length: int) -> EvaluationWindows:
-        """The windows that cover each of the stream's targets exactly once."""
-        return evaluation_windows(num_tokens, length, self.stride or length)
+# Seconds between two times that unfinished work is kept.
+_KEEP_EVERY = 30.0
 
 
 @dataclasses.dataclass
 class Scores:
-    """Sums by position in the window: of losses in nats, of targets, of their bytes."""
+    """The loss of each target, in nats; which one it is in the stream; how many tokens it saw."""
 
-    nll: Float[np.ndarray, "L"]
-    targets: Int[np.ndarray, "L"]
-    num_bytes: int
+    nll: Float32[np.ndarray, "M"]
+    targets: Int64[np.ndarray, "M"]
+    contexts: Int64[np.ndarray, "M"]
     seconds: float
     compile_seconds: float
 
     @property
-    def mean_nll(self) -> float:
-        """Nats a target: the one division."""
-        return float(self.nll.sum() / self.targets.sum())
+    def total_nll(self) -> float:
+        """Nats of all targets together, summed in float64."""
+        return float(self.nll.sum(dtype=np.float64))
 
     @property
-    def bits_per_byte(self) -> float:
-        """Bits a byte of raw text."""
-        return float(self.nll.sum() / (math.log(2) * self.num_bytes))
+    def mean_nll(self) -> float:
+        """Nats a target: the one division."""
+        return self.total_nll / len(self.nll)
+
+    def by_context(self, values: Any = 1.0) -> Float64[np.ndarray, "L"]:
+        """Sums of `values` of the targets (default: their number) that see 1, 2, ... tokens."""
+        weights = np.broadcast_to(np.asarray(values, np.float64), self.nll.shape)
+        return np.bincount(self.contexts - 1, weights)
 
 
 class Scorer:
@@ -69,11 +57,17 @@ class Scorer:
         self.batch_tokens = batch_tokens
         self._rows = sharding.axis_size(mesh, "batch")
         self._placement = sharding.named_sharding(mesh, "batch", None)
-        self._compiled: dict[tuple[int, int], Any] = {}
+        self._compiled: dict[tuple[int, int, int], Any] = {}
 
-        def nll(params: Any, inputs: Array, targets: Array) -> Array:
+        def nll(params: Any, inputs: Array, first: Array, targets: Array) -> Array:
             model = nnx.merge(graphdef, params)
-            return token_nll(model.hidden_states(inputs), model.unembedding, targets)
+            hidden = model.hidden_states(inputs)
+            length, width = inputs.shape[1], targets.shape[1]
+            if width < length:
+                # Only what is scored is projected to the vocabulary.
+                places = jnp.minimum(first + jnp.arange(width), length - 1)
+                hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
+            return token_nll(hidden, model.unembedding, targets)
 
         # Replicated, so that every process holds all the numbers and adds them up alike.
         self._nll = jax.jit(nll, out_shardings=sharding.named_sharding(mesh))
@@ -88,57 +82,100 @@ class Scorer:
         params: Any,
         tokens: np.ndarray,
         windows: EvaluationWindows,
-        token_bytes: Int[np.ndarray, "V"],
         description: str,
+        kept: Float32[np.ndarray, "M"] | None = None,
+        keep: Callable[[Float32[np.ndarray, "M"]], None] = lambda _: None,
     ) -> Scores:
-        """Scores all windows; sums in float64. `tokens` is the stream they were made for."""
-        num_windows, length = len(windows), windows.length
-        batch_size = self.batch_size(num_windows, length)
+        """Scores all windows over the stream `tokens`.
+
+        `keep` is called now and then, and where scoring is broken off, with the losses so far, NaN
+        where there is none yet. Given those as `kept`, scoring goes on from there.
+        """
+        counts, offsets = windows.num_scored, windows.offsets
+        nll = np.full(counts.sum(), np.nan, np.float32) if kept is None else kept.copy()
+        missing = np.logical_or.reduceat(np.isnan(nll), offsets)
+        scores = Scores(nll, windows.targets, windows.contexts, 0.0, 0.0)
+        groups = [group[missing[group]] for group in windows.groups()]
+        last_kept = time.monotonic()
+        with tqdm(
+            total=sum(map(len, groups)),
+            desc=description,
+            unit="window",
+            leave=False,
+            disable=jax.process_index() != 0,
+        ) as progress:
+            try:
+                for group in groups:
+                    for done in self._group(params, tokens, windows, group, scores):
+                        progress.update(done)
+                        if time.monotonic() - last_kept > _KEEP_EVERY:
+                            keep(nll)
+                            last_kept = time.monotonic()
+            except BaseException:
+                keep(nll)
+                raise
+        return scores
+
+    def _group(
+        self,
+        params: Any,
+        tokens: np.ndarray,
+        windows: EvaluationWindows,
+        group: np.ndarray,
+        scores: Scores,
+    ) -> Iterator[int]:
+        """Scores the windows `group` into `scores`; yields how many each batch had."""
+        if not len(group):
+            return
+        offsets = windows.offsets
+        width = int(windows.num_scored[group].max())
+        batch_size = self.batch_size(len(group), windows.length)
         rows = sharding.local_rows(self._placement, batch_size)
         begun = time.perf_counter()
-        nll = self._compile(params, batch_size, length)
-        scores = Scores(
-            np.zeros(length), np.zeros(length, np.int64), 0, 0.0, time.perf_counter() - begun
-        )
+        compiled = self._compile(params, batch_size, windows.length, width)
+        scores.compile_seconds += time.perf_counter() - begun
 
-        def collect(pending: tuple[jax.Array, dict[str, np.ndarray]]) -> None:
-            losses, batch = pending
-            scored = batch["weights"] > 0
-            scores.nll += np.where(scored, np.asarray(losses, np.float64), 0.0).sum(0)
-            scores.targets += scored.sum(0)
-            scores.num_bytes += int(token_bytes[batch["targets"]][scored].sum())
+        def collect(losses: jax.Array, indices: np.ndarray, scored: np.ndarray) -> int:
+            places = offsets[indices][:, None] + np.arange(width)
+            scores.nll[places[scored]] = np.asarray(losses)[scored]
+            return int((indices >= 0).sum())
 
         begun = time.perf_counter()
         pending = None
-        progress = tqdm(
-            range(0, num_windows, batch_size),
-            desc=description,
-            unit="batch",
-            leave=False,
-            disable=jax.process_index() != 0,
-        )
-        for first in progress:
-            indices = np.arange(first, first + batch_size)
+        for first in range(0, len(group), batch_size):
             # Every process walks through all batches; past the last window are padding windows.
-            batch = windows.batch(tokens, np.where(indices < num_windows, indices, -1))
-            inputs, targets = (
-                sharding.global_array(self._placement, batch[name][rows], batch_size)
-                for name in ("inputs", "targets")
+            indices = np.full(batch_size, -1)
+            part = group[first : first + batch_size]
+            indices[: len(part)] = part
+            batch = windows.batch(tokens, indices, width)
+            inputs, starts, targets = (
+                sharding.global_array(self._placement, values[rows], batch_size)
+                for values in (batch["inputs"], batch["first"][:, None], batch["targets"])
             )
-            losses = nll(params, inputs, targets)
+            losses = compiled(params, inputs, starts, targets)
             # Collected one batch late, so that the next one's work is under way meanwhile.
             if pending is not None:
-                collect(pending)
-            pending = (losses, batch)
+                yield collect(*pending)
+            pending = (losses, indices, batch["scored"])
         if pending is not None:
-            collect(pending)
-        scores.seconds = time.perf_counter() - begun
-        return scores
+            yield collect(*pending)
+        scores.seconds += time.perf_counter() - begun
 
-    def _compile(self, params: Any, batch_size: int, length: int) -> Any:
-        shape = (batch_size, length)
+    def _compile(self, params: Any, batch_size: int, length: int, width: int) -> Any:
+        shape = (batch_size, length, width)
         if shape not in self._compiled:
-            tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._placement)
+            inputs, first, targets = (
+                jax.ShapeDtypeStruct((batch_size, n), np.int32, sharding=self._placement)
+                for n in (length, 1, width)
+            )
             with jax.set_mesh(self.mesh):
-                self._compiled[shape] = self._nll.lower(params, tokens, tokens).compile()
+                compiled = self._nll.lower(params, inputs, first, targets).compile()
+            memory.check(
+                compiled,
+                f"a batch of {batch_size} windows of {length} tokens",
+                "give a smaller --batch_tokens"
+                if batch_size > self._rows
+                else "use more devices, or ones with more memory",
+            )
+            self._compiled[shape] = compiled
         return self._compiled[shape]

@@ -17,12 +17,12 @@ from alibi_jax.config import Config, ConfigError, flatten, from_dict
 from alibi_jax.data.builders import open_documents
 from alibi_jax.data.streams import token_stream
 from alibi_jax.data.tokenizers import ByteTokenizer, Tokenizer, make_tokenizer
-from alibi_jax.data.windows import TrainingBatches
+from alibi_jax.data.windows import TrainingBatches, evaluation_windows
 from alibi_jax.metrics import MetricsWriter
 from alibi_jax.optimizers import make_schedule
 from alibi_jax.processes import StopRequest, first_then_all
 from alibi_jax.provenance import provenance
-from alibi_jax.scoring import Protocol, Scorer
+from alibi_jax.scoring import Scorer
 from alibi_jax.step import StepMetrics, Trainer, TrainState, check_fits
 
 # Keys that may differ between a run and its resumption; every other one shapes the numbers.
@@ -249,19 +249,16 @@ class _Loop:
 
     def _validator(self) -> Callable[[Any], dict[str, float]]:
         """The loss on the held-out split, as eval.py has it, over as many targets as asked for."""
-        held_out, token_bytes = self.prepared.held_out, self.prepared.tokenizer.token_bytes
+        held_out = self.prepared.held_out
         if held_out is None:
             return lambda _: {}
         train = self.trainer.config.train
         tokens = held_out[: (train.validation_targets or len(held_out)) + 1]
-        windows = Protocol("nonoverlapping").windows(len(tokens), train.length)
+        windows = evaluation_windows(np.array([0, len(tokens)]), train.length, train.length)
         scorer = Scorer(self.trainer.graphdef, self.trainer.mesh, train.batch_size * train.length)
 
         def validate(params: Any) -> dict[str, float]:
-            scores = scorer(params, tokens, windows, token_bytes, "validation")
-            return {
-                "validation_loss": scores.mean_nll,
-                "validation_targets": int(scores.targets.sum()),
-            }
+            scores = scorer(params, tokens, windows, "validation")
+            return {"validation_loss": scores.mean_nll, "validation_targets": len(scores.nll)}
 
         return validate

@@ -51,12 +51,10 @@ def main() -> int:
     scorer = Scorer(trainer.graphdef, trainer.mesh, batch_tokens=8192)
     for multiple in _MULTIPLES.value:
         length = int(multiple) * train.length
-        windows = evaluation_windows(1 + max(32768, length), length, length)
-        seconds = [
-            scorer(state.params, tokens, windows, np.ones(256, np.int32), "").seconds
-            for _ in range(_REPEATS.value)
-        ]
-        _print(f"scoring at {length}", windows.num_targets, seconds)
+        bounds = np.array([0, 1 + max(32768, length)])
+        windows = evaluation_windows(bounds, length, length)
+        seconds = [scorer(state.params, tokens, windows, "").seconds for _ in range(_REPEATS.value)]
+        _print(f"scoring at {length}", len(windows.targets), seconds)
     return 0
 
 

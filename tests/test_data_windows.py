@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alibi_jax.data.errors import DataError
-from alibi_jax.data.windows import TrainingBatches, evaluation_windows
+from alibi_jax.data.windows import (
+    TrainingBatches,
+    evaluation_windows,
+    fixed_context_windows,
+    sample_targets,
+)
 
 # (N, L, S) with 1 <= S <= L.
 SHAPES = st.tuples(st.integers(2, 80), st.integers(1, 20)).flatmap(
@@ -14,19 +19,19 @@ SHAPES = st.tuples(st.integers(2, 80), st.integers(1, 20)).flatmap(
 )
 
 
+def windows_of(num_tokens, length, stride, bos=None):
+    """Over a stream that is one text."""
+    return evaluation_windows(np.array([0, num_tokens]), length, stride, bos)
+
+
 def batch_of_all(num_tokens, length, stride):
-    windows = evaluation_windows(num_tokens, length, stride)
+    windows = windows_of(num_tokens, length, stride)
     tokens = np.arange(num_tokens, dtype=np.uint16)
     return windows, windows.batch(tokens, np.arange(len(windows)))
 
 
-def scored_per_window(num_tokens, length, stride):
-    _, batch = batch_of_all(num_tokens, length, stride)
-    return batch["weights"].sum(axis=1).tolist()
-
-
 def test_f1_every_target_once_without_overlap():
-    assert scored_per_window(10, 4, 4) == [4, 4, 1]
+    assert windows_of(10, 4, 4).num_scored.tolist() == [4, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -34,56 +39,61 @@ def test_f1_every_target_once_without_overlap():
     [(217_647, 512, 426, 46), (245_570, 512, 480, 321), (217_647, 3072, 71, 2606)],
 )
 def test_f1_wikitext_counts(tokens, length, windows, last):
-    made = evaluation_windows(tokens, length, length)
+    made = windows_of(tokens, length, length)
     assert len(made) == windows
     stream = np.zeros(tokens, np.uint16)
-    assert made.batch(stream, np.array([windows - 1]))["weights"].sum() == last
+    assert made.batch(stream, np.array([windows - 1]))["scored"].sum() == last
 
 
 def test_f2_scored_targets_are_what_is_counted():
-    assert scored_per_window(10, 4, 2) == [4, 2, 2, 1]
-    assert scored_per_window(11, 4, 2) == [4, 2, 2, 2]
-    assert evaluation_windows(10, 4, 2).num_targets == 9
-    assert evaluation_windows(11, 4, 2).num_targets == 10
+    assert windows_of(10, 4, 2).num_scored.tolist() == [4, 2, 2, 1]
+    assert windows_of(11, 4, 2).num_scored.tolist() == [4, 2, 2, 2]
+    assert len(windows_of(10, 4, 2).targets) == 9
+    assert len(windows_of(11, 4, 2).targets) == 10
 
 
 def test_f3_the_first_window_is_full_and_the_others_see_enough():
-    windows, batch = batch_of_all(1025, 512, 256)
-    assert batch["weights"].sum(axis=1).tolist() == [512, 256, 256]
-    contexts = [np.flatnonzero(weights) + 1 for weights in batch["weights"]]
-    assert contexts[0].min() == 1
-    assert min(context.min() for context in contexts[1:]) == windows.min_context == 257
+    windows = windows_of(1025, 512, 256)
+    assert windows.num_scored.tolist() == [512, 256, 256]
+    first, later = windows.contexts[:512], windows.contexts[512:]
+    assert first.tolist() == list(range(1, 513))
+    assert later.min() == windows.min_context == 257
+    assert later.max() == 512
 
 
 @pytest.mark.parametrize(("length", "stride"), [(4, 6), (4, 0), (4, -1), (0, 0), (-1, 1)])
 def test_f4_a_stride_that_skips_targets_raises(length, stride):
     with pytest.raises(ValueError, match=rf"length={length}"):
-        evaluation_windows(10, length, stride)
+        windows_of(10, length, stride)
 
 
 def test_f4_the_message_has_both_numbers():
     with pytest.raises(ValueError, match=r"stride=6 .*length=4"):
-        evaluation_windows(10, 4, 6)
+        windows_of(10, 4, 6)
 
 
 def test_nothing_to_predict():
     for tokens in (0, 1):
         with pytest.raises(DataError, match=f"{tokens} tokens"):
-            evaluation_windows(tokens, 4, 4)
+            windows_of(tokens, 4, 4)
 
 
 @given(shape=SHAPES)
 def test_f1_every_target_once(shape):
     num_tokens, length, stride = shape
     windows, batch = batch_of_all(*shape)
-    scored = batch["weights"] == 1
-    assert batch["targets"][scored].tolist() == list(range(1, num_tokens))
-    assert (batch["inputs"][scored] + 1 == batch["targets"][scored]).all()
-    assert set(np.unique(batch["weights"])) <= {0, 1}
-    assert windows.num_targets == num_tokens - 1
+    scored = batch["scored"]
+    assert windows.targets.tolist() == list(range(1, num_tokens))
+    assert batch["targets"][scored].tolist() == windows.targets.tolist()
+    # The last input that a target sees is the token before it.
+    rows, number = np.nonzero(scored)
+    last = batch["inputs"][rows, batch["first"][rows] + number]
+    assert (last + 1 == windows.targets).all()
+    assert (batch["first"][rows] + number + 1 == windows.contexts).all()
     assert scored.any(axis=1).all()
+    assert (windows.contexts <= length).all()
 
-    contexts = [np.flatnonzero(row) + 1 for row in scored]
+    contexts = np.split(windows.contexts, windows.offsets[1:])
     assert contexts[0].tolist() == list(range(1, min(length, num_tokens - 1) + 1))
     later = np.concatenate([[], *contexts[1:]])
     if len(later):
@@ -95,24 +105,36 @@ def test_f1_every_target_once(shape):
 
 
 @given(shape=SHAPES)
-def test_padding_is_zero(shape):
+def test_what_is_scored_stands_first_and_padding_is_zero(shape):
     num_tokens, length, _ = shape
-    windows = evaluation_windows(*shape)
+    windows = windows_of(*shape)
     tokens = np.arange(100, 100 + num_tokens, dtype=np.uint16)
-    batch = windows.batch(tokens, np.array([len(windows) - 1, -1]))
+    width = int(windows.num_scored.max())
+    batch = windows.batch(tokens, np.array([len(windows) - 1, -1]), width)
     exists = windows.starts[-1] + np.arange(length) < num_tokens - 1
-    for name in ("inputs", "targets"):
-        assert ((batch[name][0] != 0) == exists).all()
-        assert batch[name].dtype == np.int32
-    assert not batch["weights"][0][~exists].any()
-    assert batch["weights"].dtype == np.float32
+    assert ((batch["inputs"][0] != 0) == exists).all()
+    scored = np.arange(width) < windows.num_scored[-1]
+    assert (batch["scored"][0] == scored).all()
+    assert ((batch["targets"][0] != 0) == scored).all()
+    assert {batch[name].dtype for name in ("inputs", "first", "targets")} == {np.dtype(np.int32)}
     assert not any(values[1].any() for values in batch.values())
+
+
+@given(shape=SHAPES)
+def test_groups_share_the_windows_out(shape):
+    windows = windows_of(*shape)
+    groups = windows.groups()
+    assert sorted(np.concatenate(groups)) == list(range(len(windows)))
+    # Those that score their ends only have no more of them than the stride.
+    for group in groups:
+        if windows.first_scored[group].any():
+            assert windows.num_scored[group].max() <= shape[2]
 
 
 @pytest.mark.parametrize(("windows", "hosts"), [(23, 4), (1, 4), (5, 2)])
 def test_i1_the_union_over_hosts_is_every_target_once(windows, hosts):
     length = 3
-    made = evaluation_windows(windows * length + 1, length, length)
+    made = windows_of(windows * length + 1, length, length)
     assert len(made) == windows
     tokens = np.arange(windows * length + 1, dtype=np.uint16)
     padded = np.full(-(-windows // hosts) * hosts, -1)
@@ -120,8 +142,79 @@ def test_i1_the_union_over_hosts_is_every_target_once(windows, hosts):
     seen = []
     for host in range(hosts):
         batch = made.batch(tokens, padded[host::hosts])
-        seen += batch["targets"][batch["weights"] == 1].tolist()
+        seen += batch["targets"][batch["scored"]].tolist()
     assert sorted(seen) == list(range(1, windows * length + 1))
+
+
+TEXTS = st.lists(st.integers(1, 30), min_size=1, max_size=8).filter(lambda sizes: max(sizes) > 1)
+
+
+@given(sizes=TEXTS, length=st.integers(1, 12), data=st.data())
+def test_f1_windows_of_documents_are_those_of_each_alone(sizes, length, data):
+    stride = data.draw(st.integers(1, length))
+    bounds = np.cumsum([0, *sizes])
+    together = evaluation_windows(bounds, length, stride)
+    alone = [
+        (start + windows.targets, windows.contexts)
+        for start, size in zip(bounds, sizes)
+        if size > 1
+        for windows in [windows_of(size, length, stride)]
+    ]
+    assert together.targets.tolist() == np.concatenate([t for t, _ in alone]).tolist()
+    assert together.contexts.tolist() == np.concatenate([c for _, c in alone]).tolist()
+    # No window reaches over a bound.
+    text = np.searchsorted(bounds, together.starts, side="right")
+    assert (together.starts + together.sizes < bounds[text]).all()
+
+
+@given(shape=SHAPES)
+def test_f6_every_window_begins_with_the_beginning_of_sequence(shape):
+    tokens = np.arange(100, 100 + shape[0], dtype=np.uint16)
+    plain, begun = windows_of(*shape), windows_of(*shape, bos=7)
+    one, other = (w.batch(tokens, np.arange(-1, len(w))) for w in (plain, begun))
+    assert (other["inputs"][1:, 0] == 7).all()
+    # Nothing else is another: it is no target, and a padding window has none.
+    assert (other["targets"] == one["targets"]).all()
+    assert (other["inputs"][:, 1:] == one["inputs"][:, 1:]).all()
+    assert not other["inputs"][0].any()
+    assert begun.contexts.tolist() == plain.contexts.tolist()
+
+
+@given(sizes=TEXTS, context=st.integers(1, 20), count=st.integers(1, 40), seed=st.integers(0, 9))
+def test_fixed_context_gives_each_sampled_target_exactly_so_much(sizes, context, count, seed):
+    bounds = np.cumsum([0, *sizes])
+    eligible = [
+        target
+        for start, stop in itertools.pairwise(bounds)
+        for target in range(start + context, stop)
+    ]
+    targets = sample_targets(bounds, context, count, seed)
+    assert len(targets) == min(count, len(eligible))
+    assert set(targets.tolist()) <= set(eligible)
+    assert (np.diff(targets) > 0).all()
+    # One of each of `count` even stretches.
+    places = np.searchsorted(eligible, targets)
+    assert (places * len(targets) // max(len(eligible), 1) <= np.arange(len(targets))).all()
+
+    for less in range(1, context + 1):
+        windows = fixed_context_windows(targets, less)
+        assert windows.targets.tolist() == targets.tolist()
+        assert (windows.contexts == less).all()
+        assert (windows.starts >= 0).all()
+        if len(targets):
+            assert windows.min_context == less
+            tokens = np.arange(bounds[-1], dtype=np.uint16)
+            batch = windows.batch(tokens, np.arange(len(windows)), 1)
+            assert batch["targets"][:, 0].tolist() == targets.tolist()
+            assert (batch["inputs"][:, -1] + 1 == targets).all()
+            assert (np.diff(batch["inputs"]) == 1).all()
+
+
+def test_the_seed_decides_the_sample():
+    bounds = np.array([0, 10_000])
+    first, again, other = (sample_targets(bounds, 64, 100, seed) for seed in (0, 0, 1))
+    assert first.tolist() == again.tolist() != other.tolist()
+    assert sample_targets(bounds, 10_000, 5, 0).tolist() == []
 
 
 def training(num_tokens=101, length=4, batch_size=6, seed=3):

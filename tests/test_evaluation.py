@@ -5,24 +5,31 @@ import pathlib
 
 import jax
 import numpy as np
+import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from alibi_jax import memory
 from alibi_jax.config import Data
-from alibi_jax.data.streams import token_stream
+from alibi_jax.data.windows import fixed_context_windows
 from alibi_jax.evaluation import (
-    check_strides,
-    early_token,
+    Asked,
+    Protocol,
+    Subject,
+    evaluate,
     evaluate_run,
     load_run,
     parse_lengths,
     parse_protocols,
-    position_curve,
+    read_text,
 )
-from alibi_jax.report import evaluate
-from alibi_jax.rescaling import Rescaling
-from alibi_jax.scoring import Protocol, Scores
+from alibi_jax.evaluation.measures import early_token, position_curve
+from alibi_jax.evaluation.protocols import check_strides
+from alibi_jax.evaluation.runs import find_workdirs
+from alibi_jax.evaluation.unfinished import Unfinished
+from alibi_jax.rescaling import UNSCALED, Rescaling
+from alibi_jax.scoring import Scorer, Scores
 from alibi_jax.training import train
 
 LENGTH = 16
@@ -31,12 +38,27 @@ ROW = {
     "length",
     "stride",
     "nll",
+    "nll_low",
+    "nll_high",
     "perplexity",
+    "word_perplexity",
     "bits_per_byte",
     "targets",
+    "words",
+    "bytes",
     "min_context",
+    "smallest_context",
+    "mean_context",
+    "largest_context",
+    "resampled",
     "seconds",
 }
+ASKED = Asked(
+    parse_protocols("nonoverlapping,sliding:4,sliding:8,fixed"),
+    targets=40,
+    passage=30,
+    batch_tokens=512,
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +84,35 @@ def run(workdir):
 
 
 @pytest.fixture(scope="module")
-def entry(run):
-    """The run's entry of results.json."""
-    protocols = parse_protocols("nonoverlapping,sliding:4,sliding:8")
-    return evaluate_run(run, [LENGTH, 2 * LENGTH], protocols, "validation", 512)
+def evaluated(run, tmp_path_factory):
+    """`evaluated([16], targets=8)`: an entry of results.json; of `run`, or another."""
+
+    def make(lengths, *, run=run, rescaling=UNSCALED, attention=(), judge=None, **changes):
+        asked = dataclasses.replace(ASKED, **changes)
+        text = read_text(run.config.data, asked.split, run.tokenizer, asked.documents)
+        sample = text.sample(lengths, asked.targets, asked.seed)
+        unfinished = Unfinished(tmp_path_factory.mktemp("unfinished"))
+        subject = Subject(run, rescaling, asked, text, sample, unfinished)
+        return evaluate_run(subject, lengths, list(attention), judge)
+
+    return make
 
 
-def test_the_form_of_an_entry(entry, run, workdir):
-    assert {
-        "workdir",
-        "position",
-        "rescaling",
-        "train_length",
-        "step",
-        "rows",
-        "position_nll",
-        "early_token",
-    } <= entry.keys()
+@pytest.fixture(scope="module")
+def entry(evaluated):
+    return evaluated([LENGTH, 2 * LENGTH], attention=[LENGTH, 2 * LENGTH])
+
+
+@pytest.fixture(scope="module")
+def tokens(run):
+    return np.asarray(read_text(run.config.data, "validation", run.tokenizer, False).tokens)
+
+
+def rows_of(entry, protocol):
+    return [row for row in entry["rows"] if row["protocol"] == protocol]
+
+
+def test_the_form_of_an_entry(entry, workdir):
     assert entry["workdir"] == str(workdir)
     assert (entry["position"], entry["train_length"], entry["step"]) == ("alibi", LENGTH, 5)
     assert [(row["protocol"], row["length"], row["stride"]) for row in entry["rows"]] == [
@@ -88,40 +122,64 @@ def test_the_form_of_an_entry(entry, run, workdir):
         ("sliding", 32, 4),
         ("sliding", 16, 8),
         ("sliding", 32, 8),
+        ("fixed", 16, 1),
+        ("fixed", 32, 1),
     ]
     assert all(row.keys() >= ROW for row in entry["rows"])
     assert json.loads(json.dumps(entry, allow_nan=False)) == entry
+    assert [look["length"] for look in entry["attention"]] == [16, 32]
 
 
-def test_f1_f3_rows_count_every_target_and_its_context(entry, run):
-    tokens = token_stream(run.config.data, "validation", run.tokenizer)
+def test_f1_f3_rows_count_every_target_and_its_context(entry, tokens):
+    count = len(tokens) - 1
     for row in entry["rows"]:
-        assert row["targets"] == len(tokens) - 1
-        assert row["min_context"] == row["length"] - row["stride"] + 1
+        length, stride = row["length"], row["stride"]
         assert row["perplexity"] == math.exp(row["nll"])
+        assert row["nll_low"] <= row["nll"] <= row["nll_high"]
         assert row["seconds"] > 0
+        assert row["largest_context"] == length
+        if row["protocol"] == "fixed":
+            contexts = [length] * 40
+        else:
+            # Windows start every `stride` tokens; a target is in the first to reach it.
+            starts = [max(0, -(-(t - length) // stride)) * stride for t in range(1, count + 1)]
+            contexts = [t - start for t, start in zip(range(1, count + 1), starts)]
+            assert row["min_context"] == length - stride + 1
+        assert row["targets"] == len(contexts)
+        assert row["smallest_context"] == min(contexts)
+        assert row["mean_context"] == pytest.approx(np.mean(contexts))
 
 
-def test_f8_bits_per_byte_are_of_the_raw_text(entry, run, text):
-    tokens = token_stream(run.config.data, "validation", run.tokenizer)
-    raw = run.tokenizer.decode(np.asarray(tokens))
+def test_f8_units_are_of_the_raw_text(entry, run, tokens, text):
+    raw = run.tokenizer.decode(tokens)
     assert raw in text.read_bytes()
-    for row in entry["rows"]:
+    for row in entry["rows"][:6]:
         total = row["nll"] * row["targets"]
+        assert row["bytes"] == len(raw)
+        assert row["words"] == len(raw.split())
         assert row["bits_per_byte"] == pytest.approx(total / (math.log(2) * len(raw)), rel=1e-12)
+        assert row["word_perplexity"] == pytest.approx(math.exp(total / row["words"]), rel=1e-12)
+    fixed = rows_of(entry, "fixed")[0]
+    assert fixed["bytes"] == 40
+    assert 0 < fixed["words"] < 40
 
 
-def test_f9_the_batch_changes_nothing(entry, run):
+def test_f9_the_batch_changes_nothing(entry, evaluated):
     for batch_tokens in (1, 100, 10_000):
-        other = evaluate_run(run, [LENGTH], [Protocol("sliding", 8)], "validation", batch_tokens)
-        expected = entry["rows"][4]
-        assert other["rows"][0]["nll"] == pytest.approx(expected["nll"], rel=1e-6)
-        assert other["rows"][0]["targets"] == expected["targets"]
+        other = evaluated([2 * LENGTH, LENGTH], batch_tokens=batch_tokens)
+        expected = {(row["protocol"], row["stride"], row["length"]): row for row in entry["rows"]}
+        for row in other["rows"]:
+            same = expected[row["protocol"], row["stride"], row["length"]]
+            assert row["nll"] == pytest.approx(same["nll"], rel=1e-6)
+            assert row["targets"] == same["targets"]
+        for one, two in zip(entry["decomposition"]["lengths"], other["decomposition"]["lengths"]):
+            for name in ("curse", "gain", "early_tokens", "context"):
+                assert one[name]["nats"] == pytest.approx(two[name]["nats"], abs=2e-6)
 
 
 def test_the_curves_average_to_the_row(entry):
     assert list(entry["position_nll"]) == ["16", "32"]
-    for row in entry["rows"][:2]:
+    for row in rows_of(entry, "nonoverlapping"):
         curve = entry["position_nll"][str(row["length"])]
         total = sum(part["nll"] * part["targets"] for part in curve)
         assert sum(part["targets"] for part in curve) == row["targets"]
@@ -129,46 +187,103 @@ def test_the_curves_average_to_the_row(entry):
 
 
 def test_the_cost_of_short_contexts_is_in_the_entry(entry):
-    rows = {(row["length"], row["stride"]): row["nll"] for row in entry["rows"]}
+    rows = {(row["length"], row["stride"]): row["nll"] for row in entry["rows"][:6]}
     assert entry["early_token"] == {
         "16": {"nats": rows[16, 16] - rows[16, 4], "stride": 4},
         "32": {"nats": rows[32, 32] - rows[32, 4], "stride": 4},
     }
 
 
-def test_a_length_past_the_split_says_so_and_the_others_go_on(run):
-    entry = evaluate_run(run, [100_000, LENGTH], [Protocol("nonoverlapping")], "validation", 512)
-    long, short = entry["rows"]
+def test_the_split_is_of_one_set_of_targets(entry, run, tokens):
+    """N is of the sampled targets alone, each in the window of L that it falls into."""
+    split = entry["decomposition"]
+    assert (split["base"], split["targets"]) == (LENGTH, 40)
+    text = read_text(run.config.data, "validation", run.tokenizer, False)
+    sample = text.sample([16, 32], 40, 0)
+    assert (sample >= 32).all()
+    scorer = Scorer(run.graphdef, run.mesh, 512)
+
+    def losses(targets, context):
+        windows = fixed_context_windows(targets, context)
+        return scorer(run.params, text.tokens, windows, "test").nll
+
+    for part, row in zip(split["lengths"], rows_of(entry, "fixed")):
+        length = part["length"]
+        assert part["fixed"]["nats"] == pytest.approx(row["nll"], rel=1e-12)
+        alone = [losses(np.array([t]), int((t - 1) % length + 1))[0] for t in sample]
+        assert part["nonoverlapping"]["nats"] == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_what_gained_is_told_of_the_longest_against_the_training_length(entry):
+    gain = entry["gain"]
+    assert (gain["short"], gain["long"], gain["targets"]) == (16, 32, 40)
+    context = entry["decomposition"]["lengths"][1]["context"]
+    assert gain["nats"]["nats"] == pytest.approx(context["nats"], abs=1e-12)
+    assert gain["long_ppl"]["judge"] == entry["workdir"]
+    assert len(gain["passage"]["pieces"]) == 30
+    assert gain["largest"][0]["gain"] == max(part["gain"] for part in gain["largest"])
+
+
+def test_without_fixed_context_there_is_no_split(evaluated):
+    made = evaluated([LENGTH], protocols=parse_protocols("nonoverlapping"))
+    assert made["decomposition"] is made["gain"] is None
+    assert len(made["rows"]) == 1
+
+
+def test_a_length_past_the_split_says_so_and_the_others_go_on(evaluated):
+    entry = evaluated([100_000, LENGTH])
+    long, short = rows_of(entry, "nonoverlapping")
     assert "nll" not in long
     assert "fewer than one window" in long["error"]
     assert "error" not in short
     assert list(entry["position_nll"]) == [str(LENGTH)]
+    # The sample is of targets that can be given the lengths that there are.
+    assert [row.get("targets") for row in rows_of(entry, "fixed")] == [None, 40]
+    assert entry["decomposition"]["base"] == LENGTH
+
+
+def test_a_length_that_does_not_fit_says_so_and_the_others_go_on(evaluated, monkeypatch):
+    # One window a device needs some 7 KB at 16 tokens, 60 KB at 128.
+    monkeypatch.setattr(memory, "available", lambda: 30_000)
+    protocols = parse_protocols("nonoverlapping")
+    long, short = evaluated([8 * LENGTH, LENGTH], protocols=protocols, batch_tokens=1)["rows"]
+    assert "GiB of memory a device" in long["error"]
+    assert "error" not in short
 
 
 @pytest.mark.parametrize("value", [math.nan, 1e30])
-def test_a_loss_that_is_no_number_gives_a_row_that_says_so(value, run):
+def test_a_loss_that_is_no_number_gives_a_row_that_says_so(value, run, evaluated):
     params = dict(run.params)
     params["embedding"] = jax.tree.map(lambda x: x * value, params["embedding"])
-    broken = type(run)(**{**vars(run), "params": params})
-    entry = evaluate_run(broken, [LENGTH], [Protocol("nonoverlapping")], "validation", 512)
-    assert "nats" in entry["rows"][0]["error"]
+    broken = dataclasses.replace(run, params=params)
+    entry = evaluated([LENGTH], run=broken)
+    assert all("nats" in row["error"] for row in entry["rows"])
     json.dumps(entry, allow_nan=False)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_other_splits(split, run):
-    entry = evaluate_run(run, [LENGTH], [Protocol("nonoverlapping")], split, 8192)
-    tokens = token_stream(run.config.data, split, run.tokenizer)
+def test_other_splits(split, run, evaluated):
+    entry = evaluated([LENGTH], split=split, batch_tokens=8192)
+    text = read_text(run.config.data, split, run.tokenizer, False)
     assert entry["split"] == split
-    assert entry["rows"][0]["targets"] == len(tokens) - 1
+    assert entry["rows"][0]["targets"] == len(text.tokens) - 1
+    assert entry["corpus"]["tokens"] == len(text.tokens)
 
 
-def test_e4_rescaled_lengths_do_not_depend_on_each_other(run, entry):
+def test_f6_a_beginning_of_sequence_changes_what_is_seen_not_what_is_counted(entry, evaluated):
+    begun = evaluated([LENGTH, 2 * LENGTH], bos=True)
+    for one, other in zip(entry["rows"], begun["rows"]):
+        assert one["targets"] == other["targets"]
+        assert one["mean_context"] == other["mean_context"]
+        assert one["nll"] != other["nll"]
+
+
+def test_e4_rescaled_lengths_do_not_depend_on_each_other(evaluated, entry):
     """huggingface/transformers#25104: after a long input, short ones stayed rescaled."""
-    protocols = [Protocol("nonoverlapping")]
 
     def losses(lengths, rescaling):
-        made = evaluate_run(run, lengths, protocols, "validation", 512, rescaling)
+        protocols = parse_protocols("nonoverlapping")
+        made = evaluated(lengths, rescaling=rescaling, protocols=protocols)
         assert [row["length"] for row in made["rows"]] == lengths
         return {row["length"]: row["nll"] for row in made["rows"]}, made
 
@@ -184,46 +299,127 @@ def test_e4_rescaled_lengths_do_not_depend_on_each_other(run, entry):
     assert fixed[LENGTH] != plain[LENGTH]
 
 
+GIVEN = {"lengths": "1x,2x", "protocols": "nonoverlapping,fixed", "targets": 20, "passage": 8}
+
+
 def test_results_are_written_and_load(workdir, tmp_path, capsys):
-    given = {"lengths": "1x,100000x", "protocols": "nonoverlapping", "split": "validation"}
     code = evaluate(
-        [workdir], **given, rescalings="none", step=None, batch_tokens=512, out=tmp_path
+        [str(workdir)], **(GIVEN | {"lengths": "1x,100000x"}), batch_tokens=512, out=tmp_path
     )
     assert code == 1
     results = json.loads((tmp_path / "results.json").read_text())
-    good, bad = results["runs"][0]["rows"]
+    good, bad = rows_of(results["runs"][0], "nonoverlapping")
     assert good.keys() >= ROW
     assert "error" in bad
+    assert results["version"] == 2
     assert {"command", "commit", "versions", "devices"} <= results.keys()
     printed = capsys.readouterr().out
     assert f"{good['perplexity']:.3f}" in printed
     assert bad["error"] in printed
+    assert not (tmp_path / "unfinished").exists()
+    rows = pandas.json_normalize(results["runs"], "rows", ["workdir", "position"])
+    assert len(rows) == 4
+    tidy = pandas.read_csv(tmp_path / "results.csv")
+    found = tidy[(tidy.quantity == "nll") & (tidy.protocol == "nonoverlapping")]
+    assert found.value.tolist() == [good["nll"]]
+
+
+def test_a_pattern_names_all_runs_that_it_finds(workdir, tmp_path):
+    other = tmp_path / "runs" / "b"
+    other.parent.mkdir()
+    other.symlink_to(workdir)
+    (tmp_path / "runs" / "comparison").mkdir()
+    assert find_workdirs([f"{tmp_path}/runs/*", str(other), str(workdir)]) == [other, workdir]
+    with pytest.raises(ValueError, match=r"no folder of that pattern holds checkpoints"):
+        find_workdirs([f"{tmp_path}/nothing/*"])
+    with pytest.raises(ValueError, match="--workdir is missing"):
+        find_workdirs([])
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_an_evaluation_that_was_broken_off_goes_on_where_it_was(workdir, tmp_path, monkeypatch):
+    given = {**GIVEN, "batch_tokens": 128}
+    assert evaluate([str(workdir)], **given, out=tmp_path / "whole") == 0
+    scored, limit = [], [9]
+    compile_once = Scorer._compile
+
+    def counting(self, *shape):
+        compiled = compile_once(self, *shape)
+
+        def call(*arguments):
+            if len(scored) == limit[0]:
+                raise Killed
+            scored.append(shape[1:])
+            return compiled(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Scorer, "_compile", counting)
+    with pytest.raises(Killed):
+        evaluate([str(workdir)], **given, out=tmp_path / "out")
+    assert not (tmp_path / "out" / "results.json").exists()
+    first, limit[0] = scored.copy(), math.inf
+    scored.clear()
+    assert evaluate([str(workdir)], **given, out=tmp_path / "out") == 0
+    # What was under way when it was killed was done again.
+    again = len(first) + len(scored)
+    scored.clear()
+    assert evaluate([str(workdir)], **given, out=tmp_path / "anew") == 0
+    assert len(scored) < again <= len(scored) + 2
+    whole, resumed = (
+        json.loads((tmp_path / name / "results.json").read_text())["runs"][0]
+        for name in ("whole", "out")
+    )
+    for one, other in zip(whole["rows"], resumed["rows"]):
+        assert one["nll"] == other["nll"]
+    assert whole["decomposition"] == resumed["decomposition"]
+    assert not (tmp_path / "out" / "unfinished").exists()
+
+
+def test_losses_of_another_question_are_not_taken_up(tmp_path):
+    unfinished = Unfinished(tmp_path / "kept")
+    losses = np.array([1.0, np.nan], np.float32)
+    unfinished.save({"length": 16}, losses)
+    np.testing.assert_array_equal(unfinished.load({"length": 16}, 2), losses)
+    assert np.isnan(unfinished.load({"length": 32}, 2)).all()
+    assert np.isnan(unfinished.load({"length": 16}, 3)).all()
+    unfinished.discard()
+    assert np.isnan(unfinished.load({"length": 16}, 2)).all()
+
+
+def test_another_run_may_judge_which_targets_count(workdir, tmp_path):
+    judge = tmp_path / "judge"
+    judge.symlink_to(workdir)
+    evaluate([str(workdir)], **GIVEN, judge=str(judge), out=tmp_path / "out")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["runs"][0]["gain"]["long_ppl"]["judge"] == str(judge)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"workdirs": []},
+        {"workdirs": ["nowhere/*"]},
         {"batch_tokens": 0},
+        {"targets": 0},
+        {"passage": -1},
+        {"seed": -1},
         {"protocols": "sliding:17"},
         {"lengths": "0.3x"},
+        {"attention": "0.3x"},
         {"step": 4},
         {"rescalings": "linar"},
         {"rescalings": "none,yarn"},
+        {"judge": "nowhere"},
     ],
 )
 def test_nothing_is_written_where_something_cannot_be_meant(wrong, workdir, tmp_path):
-    given = {
-        "workdirs": [workdir],
-        "lengths": "1x",
-        "protocols": "nonoverlapping",
-        "rescalings": "none",
-        "split": "validation",
-        "step": None,
-        "batch_tokens": 512,
-    }
+    given = {"workdirs": [str(workdir)], **GIVEN}
     out = tmp_path / "out"
-    with pytest.raises(ValueError, match=next(iter(wrong)).removesuffix("s")):
+    with pytest.raises(ValueError, match="nowhere|" + next(iter(wrong)).removesuffix("s")):
         evaluate(**(given | wrong), out=out)
     assert not out.exists()
 
@@ -283,16 +479,16 @@ def test_any_text_is_lengths_or_one_error(text):
 
 
 def test_protocols():
-    assert parse_protocols("nonoverlapping") == [Protocol("nonoverlapping")]
-    assert parse_protocols("sliding:64, nonoverlapping,sliding:1") == [
+    assert parse_protocols("nonoverlapping") == (Protocol("nonoverlapping"),)
+    made = parse_protocols("sliding:64, nonoverlapping,sliding:1,fixed, sliding:64")
+    assert made == (
         Protocol("sliding", 64),
         Protocol("nonoverlapping"),
         Protocol("sliding", 1),
-    ]
-    assert [str(p) for p in parse_protocols("nonoverlapping,sliding:64")] == [
-        "nonoverlapping",
-        "sliding:64",
-    ]
+        Protocol("fixed"),
+    )
+    assert [str(p) for p in made] == ["sliding:64", "nonoverlapping", "sliding:1", "fixed"]
+    assert [p.stride_at(128) for p in made] == [64, 128, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -306,6 +502,7 @@ def test_protocols():
         "sliding:x",
         "sliding:²",
         "nonoverlapping:4",
+        "fixed:4",
     ],
 )
 def test_protocols_that_are_none(part):
@@ -322,29 +519,23 @@ def test_f4_a_stride_over_a_length_is_refused_before_any_work():
         check_strides(protocols, [128, 32])
 
 
-def scores_of(nll, targets):
-    return Scores(np.array(nll, float), np.array(targets), sum(targets), 0.0, 0.0)
-
-
-def test_the_position_curve_has_bins_that_double():
-    curve = position_curve(scores_of(range(1, 12), [1] * 11))
-    assert [(part["context_from"], part["context_to"]) for part in curve] == [
-        (1, 1),
-        (2, 2),
-        (3, 4),
-        (5, 8),
-        (9, 11),
+def test_the_position_curve_has_bins_that_double_and_weighs_by_targets():
+    # Of 2, 1, 1, ... targets that see 1, 2, 3, ... tokens, none that sees 4.
+    contexts = np.array([1, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11])
+    nll = np.array([1, 3, 5, 7, 1, 2, 3, 4, 1, 2, 6], np.float32)
+    curve = position_curve(Scores(nll, np.arange(11), contexts, 0.0, 0.0))
+    assert [tuple(part.values()) for part in curve] == [
+        (1, 1, 2.0, 2),
+        (2, 2, 5.0, 1),
+        (3, 4, 7.0, 1),
+        (5, 8, 2.5, 4),
+        (9, 11, 3.0, 3),
     ]
-    assert [part["targets"] for part in curve] == [1, 1, 2, 4, 3]
-    assert [part["nll"] for part in curve] == [1, 2, 3.5, 6.5, 10]
 
 
-def test_the_position_curve_weighs_by_targets_and_skips_what_has_none():
-    curve = position_curve(scores_of([8, 0, 6, 2], [4, 0, 3, 1]))
-    assert [(part["context_from"], part["nll"], part["targets"]) for part in curve] == [
-        (1, 2, 4),
-        (3, 2, 4),
-    ]
+def test_a_bin_without_targets_is_left_out():
+    curve = position_curve(Scores(np.float32([8, 2]), np.arange(2), np.array([1, 4]), 0.0, 0.0))
+    assert [part["context_from"] for part in curve] == [1, 3]
 
 
 def row(protocol, length, stride, nll=None):
@@ -396,16 +587,18 @@ def words_run(tmp_path_factory, tiny_config):
 
 
 @pytest.mark.parametrize(("split", "name"), [("validation", "valid"), ("test", "test")])
-def test_words_of_wikitext_are_trained_on_and_scored(words_run, split, name):
+def test_words_of_wikitext_are_trained_on_and_scored(words_run, evaluated, split, name):
     raw = pathlib.Path(words_run.config.data.path, f"wiki.{name}.tokens").read_bytes()
-    entry = evaluate_run(words_run, [LENGTH], parse_protocols("nonoverlapping"), split, 512)
-    (row,) = entry["rows"]
+    row = evaluated([LENGTH], run=words_run, split=split)["rows"][0]
     assert row["targets"] == len(raw.split()) + raw.count(b"\n")
+    assert row["words"] == len(raw.split())
     bits = row["nll"] * row["targets"] / math.log(2)
     assert row["bits_per_byte"] == pytest.approx(bits / len(raw), rel=1e-12)
 
 
-def test_f8_separators_are_no_bytes_of_text_where_the_same_token_ends_lines(words_run, tmp_path):
+def test_f8_separators_are_no_bytes_of_text_where_the_same_token_ends_lines(
+    words_run, evaluated, tmp_path
+):
     documents = {"train/a": " line 1 \n", "validation/a": " line 3 , \n" * 9}
     documents |= {f"validation/{i}": f" line {i} \n \n" for i in range(3)}
     for name, document in documents.items():
@@ -413,9 +606,12 @@ def test_f8_separators_are_no_bytes_of_text_where_the_same_token_ends_lines(word
         (tmp_path / name).write_text(document)
     data = Data("text", path=str(tmp_path), data_dir=str(tmp_path / "data"), tokenizer="words")
     run = dataclasses.replace(words_run, config=dataclasses.replace(words_run.config, data=data))
-    entry = evaluate_run(run, [LENGTH], parse_protocols("nonoverlapping"), "validation", 512)
-    (row,) = entry["rows"]
     held_out = [document for name, document in documents.items() if name.startswith("validation")]
-    assert row["targets"] == sum(len(d.split()) + d.count("\n") for d in held_out) + 3
-    bits = row["nll"] * row["targets"] / math.log(2)
-    assert row["bits_per_byte"] == pytest.approx(bits / len("".join(held_out)), rel=1e-12)
+    # Of each document alone, its own words and line ends are the targets.
+    for separators, row in (
+        (3, evaluated([LENGTH], run=run)["rows"][0]),
+        (0, evaluated([LENGTH], run=run, documents=True)["rows"][0]),
+    ):
+        assert row["targets"] == sum(len(d.split()) + d.count("\n") for d in held_out) + separators
+        bits = row["nll"] * row["targets"] / math.log(2)
+        assert row["bits_per_byte"] == pytest.approx(bits / len("".join(held_out)), rel=1e-12)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from helpers import assert_same_arrays, mesh_of
 
-from alibi_jax import report
 from alibi_jax.checkpoints import Checkpoints
 from alibi_jax.config import flatten
+from alibi_jax.evaluation import evaluate
 from alibi_jax.step import Trainer
 from alibi_jax.training import train
 
@@ -256,7 +256,7 @@ def test_two_processes_are_one_run(launch_two, launch, text_config, tmp_path):
 
 
 def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
-    asked = {"lengths": "3x", "protocols": "nonoverlapping,sliding:8"}
+    asked = {"lengths": "3x", "protocols": "nonoverlapping,sliding:8,fixed", "targets": 30}
     flags = [f"--workdir={workdir}", *(f"--{name}={value}" for name, value in asked.items())]
 
     def rows(out):
@@ -266,17 +266,9 @@ def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
     processes.append(launch("eval.py", *flags, f"--out={tmp_path / 'one_device'}", devices=1))
     for process in processes:
         finish(process)
-    report.evaluate(
-        [workdir],
-        **asked,
-        rescalings="none",
-        split="validation",
-        step=None,
-        batch_tokens=8192,
-        out=tmp_path / "eight_devices",
-    )
+    evaluate([str(workdir)], **asked, out=tmp_path / "eight_devices")
     expected = rows(tmp_path / "one_device")
-    assert len(expected) == 2
+    assert len(expected) == 3
     for out in (tmp_path / "two_processes", tmp_path / "eight_devices"):
         for row, other in zip(rows(out), expected, strict=True):
             assert row["targets"] == other["targets"] > 0

@@ -3,6 +3,7 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -10,15 +11,17 @@ from helpers import mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alibi_jax import memory
 from alibi_jax.config import Config
+from alibi_jax.data.windows import evaluation_windows, fixed_context_windows, sample_targets
 from alibi_jax.losses import token_nll
 from alibi_jax.model import abstract_model, initial_params
-from alibi_jax.scoring import Protocol, Scorer, Scores
+from alibi_jax.scoring import Scorer, Scores
 
 # Neither a power of two nor a size that anything pads to.
 VOCAB = 11
-WHOLE = Protocol("nonoverlapping")
-PROTOCOLS = [WHOLE, Protocol("sliding", 1), Protocol("sliding", 5), Protocol("sliding", 16)]
+# None for windows that do not overlap.
+STRIDES = [None, 1, 5, 16]
 
 
 def tiny(position="alibi", tied=True):
@@ -51,14 +54,13 @@ def make_scorer(batch_tokens, devices=1, **kind):
     return Scorer(graphdef, mesh, batch_tokens), place
 
 
-def score(
-    params, tokens, protocol=WHOLE, length=16, *, batch_tokens=128, devices=1, sizes=1, **kind
-):
-    """Scores under parameters; `sizes` are the bytes that each token stands for."""
+def windows_over(tokens, length, stride=None, bos=None):
+    return evaluation_windows(np.array([0, len(tokens)]), length, stride or length, bos)
+
+
+def score(params, tokens, stride=None, length=16, *, batch_tokens=128, devices=1, **kind):
     scorer, place = make_scorer(batch_tokens, devices, **kind)
-    windows = protocol.windows(len(tokens), length)
-    sizes = np.broadcast_to(np.int32(sizes), (VOCAB,))
-    return scorer(place(params), tokens, windows, sizes, "test")
+    return scorer(place(params), tokens, windows_over(tokens, length, stride), "test")
 
 
 def bigram_params(config):
@@ -77,32 +79,74 @@ def bigram_params(config):
 
 def assert_same_scores(one, other):
     np.testing.assert_array_equal(one.targets, other.targets)
-    np.testing.assert_allclose(one.nll, other.nll, rtol=1e-6)
+    np.testing.assert_array_equal(one.contexts, other.contexts)
+    np.testing.assert_allclose(one.nll, other.nll, rtol=2e-6)
     assert one.mean_nll == pytest.approx(other.mean_nll, rel=1e-6)
-    assert one.num_bytes == other.num_bytes
 
 
 @pytest.mark.parametrize(
-    ("protocol", "length"),
-    [(p, length) for p in PROTOCOLS for length in (1, 16, 300) if (p.stride or 0) <= length],
+    ("stride", "length"),
+    [(s, length) for s in STRIDES for length in (1, 16, 300) if (s or 0) <= length],
 )
-def test_f5_a_uniform_model_has_the_perplexity_of_its_vocabulary(protocol, length):
+def test_f5_a_uniform_model_has_the_perplexity_of_its_vocabulary(stride, length):
     tokens = stream(200)
     zeros = jax.tree.map(np.zeros_like, fresh_params(tiny()))
-    scores = score(zeros, tokens, protocol, length, batch_tokens=1024)
+    scores = score(zeros, tokens, stride, length, batch_tokens=1024)
     assert math.exp(scores.mean_nll) == pytest.approx(VOCAB, rel=1e-6)
-    assert scores.targets.sum() == 199
+    assert scores.targets.tolist() == list(range(1, 200))
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS, ids=str)
-def test_f5_a_bigram_oracle_gives_the_analytic_loss(protocol):
+@pytest.mark.parametrize("stride", STRIDES)
+def test_f5_a_bigram_oracle_gives_the_analytic_loss(stride):
     tokens = stream(333)
     params, log_probs = bigram_params(tiny())
-    scores = score(params, tokens, protocol)
+    scores = score(params, tokens, stride)
     expected = -log_probs[tokens[:-1], tokens[1:]]
     assert expected.std() > 0.1
-    assert scores.targets.sum() == 332
-    assert scores.nll.sum() == pytest.approx(expected.sum(), rel=1e-6)
+    # What is near 0 is a difference of larger numbers.
+    np.testing.assert_allclose(scores.nll, expected, rtol=1e-5, atol=2e-6)
+    assert scores.total_nll == pytest.approx(expected.sum(), rel=1e-6)
+
+
+class CopyLast(nnx.Module):
+    """Says that the token it saw last comes again, with odds of e³ to 1 against each other."""
+
+    def __init__(self):
+        self.table = nnx.Param(jnp.eye(VOCAB))
+
+    @property
+    def unembedding(self):
+        return self.table[...]
+
+    def hidden_states(self, tokens):
+        return 3.0 * jax.nn.one_hot(tokens, VOCAB)
+
+
+@pytest.mark.parametrize("bos", [None, 4])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_f5_a_model_that_copies_the_last_token_has_known_losses_by_every_protocol(bos, devices):
+    tokens = np.random.default_rng(0).integers(0, 3, 201).astype(np.uint16)
+    graphdef, params = nnx.split(CopyLast(), nnx.Param)
+    mesh = mesh_of(devices, 1, 1)
+    params = jax.device_put(nnx.to_pure_dict(params), jax.NamedSharding(mesh, jax.P()))
+    scorer = Scorer(graphdef, mesh, 64)
+    stream, documents = np.array([0, 201]), np.array([0, 50, 57, 201])
+    sample = sample_targets(documents, 16, 30, 0)
+    for windows in (
+        evaluation_windows(stream, 16, 16, bos),
+        evaluation_windows(stream, 16, 1, bos),
+        evaluation_windows(documents, 16, 5, bos),
+        fixed_context_windows(sample, 1, bos),
+        fixed_context_windows(sample, 16, bos),
+    ):
+        scores = scorer(params, tokens, windows, "test")
+        last = tokens[scores.targets - 1]
+        if bos is not None:
+            last = np.where(scores.contexts == 1, bos, last)
+        copied = last == tokens[scores.targets]
+        assert copied.any() or (bos is not None and windows.length == 1)
+        expected = math.log(math.exp(3) + VOCAB - 1) - 3 * copied
+        np.testing.assert_allclose(scores.nll, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +155,7 @@ def test_f5_a_bigram_oracle_gives_the_analytic_loss(protocol):
 def test_f2_the_mean_weighs_by_scored_targets(num_tokens, length, stride):
     tokens = stream(num_tokens)
     params, log_probs = bigram_params(tiny())
-    scores = score(params, tokens, Protocol("sliding", stride), length, batch_tokens=length)
+    scores = score(params, tokens, stride, length, batch_tokens=length)
     expected = -log_probs[tokens[:-1], tokens[1:]].mean()
     assert scores.mean_nll == pytest.approx(expected, rel=1e-6)
 
@@ -122,7 +166,7 @@ def test_f3_f4_windows_equal_each_target_alone_with_its_context(position, stride
     """Stride 1 is a window of constant length: Press et al. 2021, Appendix B."""
     length, tokens = 8, stream(30)
     params = fresh_params(tiny(position))
-    scores = score(params, tokens, Protocol("sliding", stride), length, position=position)
+    scores = score(params, tokens, stride, length, position=position)
 
     # Row t - 1 ends with target t: its context starts with the first window to reach it.
     ends = np.arange(1, len(tokens))
@@ -143,8 +187,8 @@ def test_f3_f4_windows_equal_each_target_alone_with_its_context(position, stride
 
     graphdef, _ = abstract_model(tiny(position), VOCAB, mesh_of(1, 1, 1))
     alone = np.asarray(losses(params, inputs, targets))[np.arange(len(ends)), last]
-    np.testing.assert_array_equal(scores.targets, np.bincount(last, minlength=length))
-    np.testing.assert_allclose(scores.nll, np.bincount(last, alone, length), rtol=1e-5)
+    np.testing.assert_array_equal(scores.contexts, last + 1)
+    np.testing.assert_allclose(scores.nll, alone, rtol=1e-5)
     # Of the targets that see little, there are the first window's only.
     assert (last < length - stride).sum() == length - stride
 
@@ -152,12 +196,44 @@ def test_f3_f4_windows_equal_each_target_alone_with_its_context(position, stride
 def test_f4_a_stride_of_the_length_is_no_overlap():
     tokens = stream(150)
     params = fresh_params(tiny())
-    assert_same_scores(score(params, tokens), score(params, tokens, Protocol("sliding", 16)))
+    assert_same_scores(score(params, tokens), score(params, tokens, 16))
 
 
-def test_f4_a_stride_over_the_length_raises():
-    with pytest.raises(ValueError, match=r"stride=6 with length=4"):
-        Protocol("sliding", 6).windows(10, 4)
+def test_fixed_contexts_are_those_of_stride_1():
+    """A target with exactly c tokens of context is the last one of a window of c."""
+    tokens, params = stream(80), fresh_params(tiny())
+    targets = np.array([16, 17, 40, 79])
+    scorer, place = make_scorer(128)
+    for context in (1, 5, 16):
+        fixed = scorer(place(params), tokens, fixed_context_windows(targets, context), "test")
+        assert fixed.contexts.tolist() == [context] * 4
+        slid = score(params, tokens, 1, context)
+        np.testing.assert_allclose(fixed.nll, slid.nll[targets - 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [None, 3, 1])
+def test_f6_with_a_beginning_of_sequence_the_first_input_is_it(stride):
+    tokens, params = stream(70), fresh_params(tiny())
+    scorer, place = make_scorer(128)
+    scores = scorer(place(params), tokens, windows_over(tokens, 8, stride, bos=5), "test")
+    np.testing.assert_array_equal(scores.targets, np.arange(1, 70))
+    # By hand, for some of the targets.
+    for target in (1, 2, 8, 9, 33, 69):
+        context = int(scores.contexts[target - 1])
+        alone = np.array([5, *tokens[target - context + 1 : target + 1]], np.uint16)
+        assert len(alone) == context + 1
+        expected = score(params, alone, None, 8).nll[-1]
+        assert scores.nll[target - 1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_documents_are_scored_as_each_alone():
+    tokens, params = stream(90), fresh_params(tiny())
+    bounds = np.array([0, 30, 31, 60, 90])
+    scorer, place = make_scorer(128)
+    for stride in (16, 4):
+        together = scorer(place(params), tokens, evaluation_windows(bounds, 16, stride), "test")
+        parts = [score(params, tokens[a:b], stride) for a, b in ((0, 30), (31, 60), (60, 90))]
+        np.testing.assert_allclose(together.nll, np.concatenate([p.nll for p in parts]), rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 9, 17])
@@ -166,60 +242,52 @@ def test_f6_a_text_of_one_window_is_the_same_for_every_stride(num_tokens):
     params = fresh_params(tiny())
     whole = score(params, tokens)
     for stride in (1, 3, 16):
-        assert_same_scores(whole, score(params, tokens, Protocol("sliding", stride)))
-
-
-def test_f8_units():
-    scores = Scores(np.array([200.0]), np.array([100]), 400, 0.0, 0.0)
-    assert math.exp(scores.mean_nll) == pytest.approx(7.389056, rel=1e-6)
-    assert scores.bits_per_byte == pytest.approx(0.721348, rel=1e-6)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS, ids=str)
-def test_f8_bytes_are_those_of_the_targets(protocol):
-    tokens = stream(100)
-    sizes = np.arange(VOCAB, dtype=np.int32)
-    scores = score(fresh_params(tiny()), tokens, protocol, sizes=sizes)
-    assert scores.num_bytes == sizes[tokens[1:]].sum()
+        assert_same_scores(whole, score(params, tokens, stride))
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """(parameters, 64 windows and a bit, their scores one window at a time) by protocol."""
+    """(parameters, 64 windows and a bit, their scores one window at a time) by stride."""
     params, tokens = fresh_params(tiny()), stream(64 * 16 + 7)
-    protocols = [WHOLE, Protocol("sliding", 5)]
-    return params, tokens, {p: score(params, tokens, p, batch_tokens=16) for p in protocols}
+    return params, tokens, {s: score(params, tokens, s, batch_tokens=16) for s in (None, 5)}
 
 
 @pytest.mark.parametrize("batch", [3, 8, 64, 1000])
 def test_f9_the_batch_size_changes_nothing(reference, batch):
     params, tokens, expected = reference
-    for protocol, scores in expected.items():
-        assert scores.targets.sum() == len(tokens) - 1
-        assert_same_scores(score(params, tokens, protocol, batch_tokens=16 * batch), scores)
+    for stride, scores in expected.items():
+        assert len(scores.nll) == len(tokens) - 1
+        assert_same_scores(score(params, tokens, stride, batch_tokens=16 * batch), scores)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_f9_the_number_of_devices_changes_nothing(reference, devices, batch):
     params, tokens, expected = reference
-    for protocol, scores in expected.items():
-        several = score(params, tokens, protocol, devices=devices, batch_tokens=16 * batch)
+    for stride, scores in expected.items():
+        several = score(params, tokens, stride, devices=devices, batch_tokens=16 * batch)
         assert_same_scores(several, scores)
 
 
+def scores_of(nll):
+    nll = np.array(nll, np.float32)
+    return Scores(nll, np.arange(1, len(nll) + 1), np.arange(1, len(nll) + 1), 0.0, 0.0)
+
+
 def test_f9_unequal_batches_are_not_averaged():
-    scores = Scores(np.array([2.0 + 4.0, 2.0, 2.0]), np.array([2, 1, 1]), 4, 0.0, 0.0)
+    scores = scores_of([2.0, 2.0, 2.0, 4.0])
     assert scores.mean_nll == 2.5
     assert math.exp(scores.mean_nll) == pytest.approx(12.1825, rel=1e-5)
 
 
-def test_f11_counts_and_sums_past_2_to_the_24_are_exact():
+def test_f11_sums_past_2_to_the_24_are_exact():
     """In float32, 16777216 + 1 == 16777216."""
-    scores = Scores(np.array([2.0**24, 1.0]), np.array([2**24, 1]), 2**24 + 1, 0.0, 0.0)
-    assert scores.targets.sum() == 2**24 + 1
-    assert scores.nll.sum() == 2.0**24 + 1
-    assert scores.mean_nll == 1.0
+    scores = scores_of([2.0**24, 1.0])
+    assert scores.total_nll == 2.0**24 + 1
+    assert scores.by_context(scores.nll).tolist() == [2.0**24, 1.0]
+    assert scores.by_context().tolist() == [1.0, 1.0]
+    many = np.ones(2**24 + 8, np.float32)
+    assert Scores(many, np.arange(len(many)), many.astype(int), 0.0, 0.0).mean_nll == 1.0
 
 
 def test_f11_sums_over_batches_are_float64():
@@ -235,39 +303,95 @@ def test_f11_sums_over_batches_are_float64():
     assert huge.mean_nll > 2**29
     tokens = np.array([1] + [0] * 1000, np.uint16)
     scores = score(params, tokens, length=1, **kind, batch_tokens=8)
-    assert scores.nll.dtype == np.float64
-    assert scores.targets.dtype == np.int64
-    assert scores.nll.sum() - huge.nll.sum() == pytest.approx(999 * math.log(VOCAB), rel=1e-6)
+    assert scores.total_nll - huge.total_nll == pytest.approx(999 * math.log(VOCAB), rel=1e-6)
 
 
-def test_one_compilation_a_shape():
+def test_one_compilation_a_shape(compiled):
     scorer, place = make_scorer.__wrapped__(128, devices=2)
     tokens = stream(400)
-    sizes = np.ones(VOCAB, np.int32)
-    compiled = []
 
-    def count(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(duration)
-
-    def run(seed, protocol, length, tokens):
+    def run(seed, stride, length, tokens):
         params = place(fresh_params(tiny(), seed))
-        windows = protocol.windows(len(tokens), length)
         before = len(compiled)
-        scorer(params, tokens, windows, sizes, "test")
-        return len(compiled) - before
+        scorer(params, tokens, windows_over(tokens, length, stride), "test")
+        return compiled[before:].count("nll")
 
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
-        assert run(0, WHOLE, 16, tokens) == 1
-        # Other parameters, another protocol, another text of as many tokens a batch.
-        assert run(1, WHOLE, 16, tokens) == 0
-        assert run(1, Protocol("sliding", 4), 16, tokens) == 0
-        assert run(1, WHOLE, 16, stream(1000)) == 0
-        assert run(1, WHOLE, 32, tokens) == 1
-        assert run(1, WHOLE, 32, tokens) == 0
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
+    assert run(0, None, 16, tokens) == 1
+    # Other parameters, another text of as many tokens a batch.
+    assert run(1, None, 16, tokens) == 0
+    assert run(1, None, 16, stream(1000)) == 0
+    # Sliding: the first window, alone of its shape, and the ends of the others.
+    assert run(1, 4, 16, tokens) == 2
+    assert run(0, 4, 16, stream(1000)) == 0
+    assert run(1, None, 32, tokens) == 1
+    assert run(1, None, 32, tokens) == 0
+
+
+def test_only_what_is_scored_is_projected_to_the_vocabulary():
+    scorer, place = make_scorer(128)
+    params = place(fresh_params(tiny()))
+
+    def flops(width):
+        return scorer._compile(params, 8, 16, width).cost_analysis()["flops"]
+
+    # Of 8 windows of 16 tokens, 8 and 128 positions against a table of 11 tokens by 8.
+    assert flops(16) - flops(1) > 0.9 * (8 * 16 - 8) * 2 * VOCAB * 8
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 6])
+def test_scoring_broken_off_goes_on_where_it_was(stop_after, monkeypatch):
+    tokens, params = stream(200), fresh_params(tiny())
+    scorer, place = make_scorer.__wrapped__(32)
+    windows = windows_over(tokens, 16, 8)
+    whole = scorer(place(params), tokens, windows, "test")
+    kept, batches, limit = [], [], [stop_after]
+    compile_once = scorer._compile
+
+    def counting(*shape):
+        compiled = compile_once(*shape)
+
+        def call(*arguments):
+            if len(batches) == limit[0]:
+                raise Stop
+            batches.append(shape)
+            return compiled(*arguments)
+
+        return call
+
+    monkeypatch.setattr(scorer, "_compile", counting)
+    with pytest.raises(Stop):
+        scorer(place(params), tokens, windows, "test", keep=lambda x: kept.append(x.copy()))
+    (losses,) = kept
+    assert np.isnan(losses).any()
+    left = np.isnan(np.split(losses, windows.offsets[1:])[-1]).all()
+    assert left
+    batches.clear()
+    limit[0] = math.inf
+    scores = scorer(place(params), tokens, windows, "test", losses)
+    np.testing.assert_array_equal(scores.nll, whole.nll)
+    # The first window, and of the 23 others two a batch; what was under way is done again.
+    collected = {1: 1, 2: 1, 6: 5}[stop_after]
+    assert len(batches) == 13 - collected
+    batches.clear()
+    scorer(place(params), tokens, windows, "test", scores.nll)
+    assert not batches
+
+
+def test_a_length_that_does_not_fit_says_what_it_needed(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 1000)
+    scorer, place = make_scorer.__wrapped__(128)
+    tokens, params = stream(200), place(fresh_params(tiny()))
+    with pytest.raises(
+        ValueError,
+        match=r"8 windows of 16 tokens needs \S+ GiB .* 9.31e-07 GiB are free: .*--batch_tokens",
+    ):
+        scorer(params, tokens, windows_over(tokens, 16), "test")
+    with pytest.raises(ValueError, match=r"1 windows of 190 tokens .*: use more devices"):
+        scorer(params, tokens, windows_over(tokens, 190), "test")
 
 
 @settings(max_examples=50, deadline=None)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Float32, Int32, Int64, Integer
+from jaxtyping import Bool, Int32, Int64, Integer
 
 from alibi_jax.data.errors import DataError
 
@@ -68,56 +68,103 @@ class TrainingBatches:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationWindows:
-    """Windows that together score each target of a stream exactly once, in order."""
+    """Windows over a stream, and which targets each of them scores: its last ones.
 
-    num_tokens: int
+    The target at index t of a window sees t + 1 tokens, which is its context. With `bos`, that
+    token takes the place of each window's first input, and counts as one of those seen.
+    """
+
     length: int
-    stride: int
-    # The first input of each window, and the first index in it that is scored.
+    # The first input of each window, how many it has (fewer than `length` at the end of a text),
+    # and the first index in it that is scored.
     starts: Int64[np.ndarray, "W"]
+    sizes: Int64[np.ndarray, "W"]
     first_scored: Int64[np.ndarray, "W"]
+    bos: int | None = None
 
     def __len__(self) -> int:
         return len(self.starts)
 
     @property
-    def num_targets(self) -> int:
-        """Every token but the first."""
-        return self.num_tokens - 1
+    def num_scored(self) -> Int64[np.ndarray, "W"]:
+        """Targets that each window scores, at least 1."""
+        return self.sizes - self.first_scored
+
+    @property
+    def offsets(self) -> Int64[np.ndarray, "W"]:
+        """Of each window's first target among all of them."""
+        return np.cumsum(self.num_scored) - self.num_scored
+
+    @property
+    def targets(self) -> Int64[np.ndarray, "M"]:
+        """The index in the stream of each target, window by window."""
+        return np.repeat(self.starts, self.num_scored) + self.contexts
+
+    @property
+    def contexts(self) -> Int64[np.ndarray, "M"]:
+        """How many tokens each target sees, window by window."""
+        counts = self.num_scored
+        within = np.arange(counts.sum()) - np.repeat(self.offsets, counts)
+        return within + np.repeat(self.first_scored, counts) + 1
 
     @property
     def min_context(self) -> int:
-        """The fewest tokens that a scored target sees, outside the first window.
+        """The fewest tokens that a target sees, outside windows that score all they have.
 
         1 if there is no other window.
         """
-        return self.length - self.stride + 1 if len(self) > 1 else 1
+        later = self.first_scored[self.first_scored > 0]
+        return int(later.min()) + 1 if len(later) else 1
+
+    def groups(self) -> list[Int64[np.ndarray, "G"]]:
+        """The windows that score all they have, and those that score their ends only.
+
+        Of the second kind little needs to be projected to the vocabulary.
+        """
+        whole = self.first_scored == 0
+        return [np.flatnonzero(kind) for kind in (whole, ~whole) if kind.any()]
 
     def batch(
-        self, tokens: Integer[np.ndarray, "N"], indices: Integer[np.ndarray, "B"]
-    ) -> dict[str, Int32[np.ndarray, "B L"] | Float32[np.ndarray, "B L"]]:
-        """{"inputs", "targets", "weights"} of the windows `indices`; weight 1: scored.
+        self,
+        tokens: Integer[np.ndarray, "N"],
+        indices: Integer[np.ndarray, "B"],
+        width: int | None = None,
+    ) -> dict[str, Int32[np.ndarray, "B *_"] | Bool[np.ndarray, "B _"]]:
+        """{"inputs" [B, L], "first" [B], "targets" [B, width], "scored" [B, width]}.
 
-        -1 stands for no window. Where there is no target, tokens and weights are 0.
+        Of the windows `indices`; -1 stands for no window. Target number i of a row stands at
+        index first + i of its window. Where there is none, tokens are 0 and `scored` is false.
         """
+        width = self.length if width is None else width
+        real = indices >= 0
+        starts, sizes = self.starts[indices], np.where(real, self.sizes[indices], 0)
+        first = np.where(real, self.first_scored[indices], 0)
         within = np.arange(self.length)
-        positions = self.starts[indices][:, None] + within
-        exists = (positions < self.num_targets) & (indices >= 0)[:, None]
-        positions = np.where(exists, positions, 0)
-        scored = exists & (within >= self.first_scored[indices][:, None])
+        exists = within < sizes[:, None]
+        inputs = np.where(exists, tokens[np.where(exists, starts[:, None] + within, 0)], 0)
+        if self.bos is not None:
+            inputs[real, 0] = self.bos
+        place = first[:, None] + np.arange(width)
+        scored = place < sizes[:, None]
+        targets = np.where(scored, tokens[np.where(scored, starts[:, None] + place + 1, 0)], 0)
         return {
-            "inputs": np.where(exists, tokens[positions], 0).astype(np.int32),
-            "targets": np.where(exists, tokens[positions + 1], 0).astype(np.int32),
-            "weights": scored.astype(np.float32),
+            "inputs": inputs.astype(np.int32),
+            "first": first.astype(np.int32),
+            "targets": targets.astype(np.int32),
+            "scored": scored,
         }
 
 
-def evaluation_windows(num_tokens: int, length: int, stride: int) -> EvaluationWindows:
-    """Windows every `stride` tokens; each scores what the one before it did not reach.
+def evaluation_windows(
+    bounds: Integer[np.ndarray, "bounds"], length: int, stride: int, bos: int | None = None
+) -> EvaluationWindows:
+    """Windows every `stride` tokens of each text; each scores what the one before did not reach.
 
-    The first scores all of its targets, later ones their last `stride`, seeing at least
-    length - stride + 1 tokens each. stride == length: windows that do not overlap. Raises
-    ValueError for a stride that would skip targets, DataError where there is no target.
+    Text d is tokens[bounds[d] : bounds[d + 1]]; together its windows score each of its tokens but
+    the first exactly once, in order. Its first window scores all of its targets, later ones their
+    last `stride`, seeing at least length - stride + 1 tokens each. stride == length: windows that
+    do not overlap. Raises ValueError for a stride that would skip targets, DataError where there
+    is no target.
     """
     if length < 1:
         raise ValueError(f"length={length}: a window has at least 1 token")
@@ -125,9 +172,47 @@ def evaluation_windows(num_tokens: int, length: int, stride: int) -> EvaluationW
         raise ValueError(
             f"stride={stride} with length={length}: choose 1 to {length}, or targets are skipped"
         )
-    if num_tokens < 2:
-        raise DataError(f"{num_tokens} tokens leave nothing to predict: give a longer text")
-    beyond_first = max(num_tokens - 1 - length, 0)
-    starts = np.arange(1 + -(-beyond_first // stride), dtype=np.int64) * stride
-    first_scored = np.where(starts == 0, 0, length - stride)
-    return EvaluationWindows(num_tokens, length, stride, starts, first_scored)
+    num_targets = np.diff(bounds) - 1
+    if not (num_targets > 0).any():
+        raise DataError(
+            f"{bounds[-1] - bounds[0]} tokens leave nothing to predict: give a longer text"
+        )
+    beyond_first = np.maximum(num_targets - length, 0)
+    windows = np.where(num_targets > 0, 1 + -(-beyond_first // stride), 0)
+    number = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
+    starts = np.repeat(bounds[:-1], windows) + number * stride
+    return EvaluationWindows(
+        length,
+        starts,
+        np.minimum(length, np.repeat(bounds[1:], windows) - 1 - starts),
+        np.where(number == 0, 0, length - stride),
+        bos,
+    )
+
+
+def fixed_context_windows(
+    targets: Integer[np.ndarray, "M"], context: int, bos: int | None = None
+) -> EvaluationWindows:
+    """A window for each target (its index in the stream), which sees exactly `context` tokens."""
+    every = np.ones(len(targets), np.int64)
+    return EvaluationWindows(
+        context, targets - context, every * context, every * (context - 1), bos
+    )
+
+
+def sample_targets(
+    bounds: Integer[np.ndarray, "bounds"], context: int, count: int, seed: int
+) -> Int64[np.ndarray, "M"]:
+    """Targets that have at least `context` tokens before them in their text, in order.
+
+    One is drawn in each of `count` stretches that share out all such targets evenly; all of
+    them, where there are no more. Empty where no text is that long.
+    """
+    eligible = np.maximum(np.diff(bounds) - context, 0)
+    ends = np.cumsum(eligible)
+    total = int(ends[-1])
+    count = min(count, total)
+    edges = np.arange(count + 1) * total // max(count, 1)
+    drawn = np.random.default_rng(seed).integers(edges[:-1], edges[1:])
+    text = np.searchsorted(ends, drawn, side="right")
+    return bounds[text] + context + drawn - (ends - eligible)[text]

@@ -1,0 +1,6 @@
+"""Results as a table, as files, as figures and as a page: of results.json alone, no model."""
+
+from alibi_jax.report.files import write
+from alibi_jax.report.table import table
+
+__all__ = ["table", "write"]

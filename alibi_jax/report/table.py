@@ -1,0 +1,112 @@
+"""Results as text for a terminal."""
+
+import textwrap
+from typing import Any
+
+from alibi_jax.report.names import (
+    Entry,
+    bounds,
+    label,
+    lowest,
+    nats,
+    protocol_name,
+    steps,
+    suffix,
+)
+from alibi_jax.report.words import reading
+
+_WIDTH = 100
+
+
+def table(results: dict[str, Any]) -> str:
+    """Perplexities by length, what the gain from longer inputs is made of, and that in words."""
+    runs = results["runs"]
+    sections = [_perplexities(runs), _decompositions(results), *map(_sentences, runs)]
+    return "\n\n".join(filter(None, sections))
+
+
+def _perplexities(runs: list[Entry]) -> str:
+    """One line a run and protocol, one column a length, * at the lowest of each column."""
+    rows = [(run, row) for run in runs for row in run["rows"]]
+    lengths = sorted({row["length"] for _, row in rows})
+    header = ["run", "position", "trained at", "protocol", *(f"{length}" for length in lengths)]
+    best = lowest(runs)
+    lines: dict[tuple[str, ...], dict[int, str]] = {}
+    notes = []
+    for run, row in rows:
+        protocol = protocol_name(row)
+        name = (run["workdir"], label(run), str(run["train_length"]), protocol)
+        cells = lines.setdefault(name, {})
+        if "error" in row:
+            cells[row["length"]] = "—"
+            notes.append(
+                f"{run['workdir']}{suffix(run)}, {protocol} at {row['length']}: {row['error']}"
+            )
+        else:
+            is_best = row["perplexity"] == best.get((protocol, row["length"]))
+            cells[row["length"]] = f"{row['perplexity']:.3f}" + "*" * is_best
+    body = [
+        [*name, *(cells.get(length, "") for length in lengths)] for name, cells in lines.items()
+    ]
+    split = ", ".join(sorted({run["split"] for run in runs}))
+    if best:
+        notes.insert(0, "* the lowest of its protocol and length")
+    return "\n".join([f"perplexity per token, {split} split", *_aligned(header, body), *notes])
+
+
+def _decompositions(results: dict[str, Any]) -> str:
+    """One line a run and length: the gain and its parts; empty where none was measured."""
+    header = ["run", "position", "from", "to", "gain", "early tokens", "context", "targets"]
+    body = [
+        [
+            run["workdir"],
+            label(run),
+            f"{run['decomposition']['base']}",
+            f"{step['length']}",
+            *(
+                nats(step[part]["nats"]) + bounds(step[part])
+                for part in ("gain", "early_tokens", "context")
+            ),
+            f"{run['decomposition']['targets']}",
+        ]
+        for run in results["runs"]
+        for step in steps(run)
+    ]
+    if not body:
+        return ""
+    return "\n".join(
+        ["gain from longer inputs = by fewer early tokens + by longer context, in nats a token"]
+        + ["(in brackets: the interval of each)"] * any("[" in line[4] for line in body)
+        + _aligned(header, body, names=2)
+    )
+
+
+def _sentences(run: Entry) -> str:
+    sentences = reading(run)
+    if not sentences:
+        return ""
+    return textwrap.fill(
+        " ".join(sentences),
+        _WIDTH,
+        initial_indent=f"{run['workdir']}{suffix(run)}: ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _aligned(header: list[str], body: list[list[str]], names: int = 4) -> list[str]:
+    """Columns below each other: names to the left, numbers to the right, each * after its own."""
+    lines = [header, *body]
+    widths = [max(len(line[i].rstrip("*")) for line in lines) for i in range(len(header))]
+
+    def line_of(cells: list[str]) -> str:
+        line = ""
+        for i, (cell, width) in enumerate(zip(cells, widths)):
+            bare = cell.rstrip("*")
+            line += bare.ljust(width) if i < names else bare.rjust(width)
+            line += ("*" if bare != cell else " ") + " "
+        return line.rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return [line_of(header), rule, *map(line_of, body)]

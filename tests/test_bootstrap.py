@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alibi_jax.evaluation.bootstrap import Clusters, clusters
+
+
+def test_targets_of_many_documents_are_grouped_by_document():
+    starts = np.arange(12) * 100
+    made = clusters(np.arange(150, 1200), starts, 0)
+    assert str(made) == "11 documents"
+    assert made.ids[[0, 49, 50, 149, 150, -1]].tolist() == [0, 0, 1, 1, 2, 10]
+
+
+def test_targets_of_few_documents_are_grouped_by_place():
+    made = clusters(np.arange(1, 641), np.array([0, 300]), 0)
+    assert str(made) == "32 stretches of text"
+    assert np.bincount(made.ids).tolist() == [20] * 32
+    assert (np.diff(made.ids) >= 0).all()
+    assert str(clusters(np.array([4, 9]), np.array([0]), 0)) == "2 stretches of text"
+
+
+def test_the_interval_is_that_of_explicit_resampling():
+    """The sums over groups, drawn one by one, and divided by as many targets as were drawn."""
+    rng = np.random.default_rng(1)
+    ids = np.sort(rng.integers(0, 15, 200))
+    ids = np.unique(ids, return_inverse=True)[1]
+    values = rng.normal(size=200) + ids
+    made = Clusters(ids, "documents", 3)
+    count = ids.max() + 1
+    means = []
+    for _ in range(4000):
+        drawn = np.concatenate([values[ids == group] for group in rng.integers(0, count, count)])
+        means.append(drawn.mean())
+    low, high = np.percentile(means, [2.5, 97.5])
+    estimate = made.estimate(values)
+    assert estimate["nats"] == pytest.approx(values.mean())
+    assert estimate["low"] == pytest.approx(low, abs=0.15)
+    assert estimate["high"] == pytest.approx(high, abs=0.15)
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    ids = np.repeat(np.arange(30), 8)
+    inside = 0
+    for seed in range(200):
+        shared = rng.normal(size=30)[ids]
+        estimate = Clusters(ids, "documents", seed).estimate(shared + rng.normal(size=240))
+        inside += estimate["low"] <= 0.0 <= estimate["high"]
+    # Percentiles of 30 groups are a little narrow: 93 % here.
+    assert 0.88 <= inside / 200 <= 0.98
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 1000), shift=st.floats(-5, 5))
+def test_the_same_groups_are_drawn_for_whatever_is_compared(seed, shift):
+    values = np.random.default_rng(seed).normal(size=60)
+    made = Clusters(np.arange(60) // 5, "documents", seed)
+    difference = made.resampled(values + shift) - made.resampled(values)
+    np.testing.assert_allclose(difference, shift, atol=1e-12)

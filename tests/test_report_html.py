@@ -1,0 +1,177 @@
+import re
+from html.parser import HTMLParser
+
+import made_up
+import pytest
+from made_up import bare_row, bare_run
+
+from alibi_jax.report.figures import draw
+from alibi_jax.report.html import page
+
+HOSTILE = "runs/<script>alert('$x$')</script>\"&amp;"
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+SHAPES = {"path", "use", "rect", "circle", "line", "polyline", "polygon", "image"}
+
+
+class Page(HTMLParser):
+    """Every element with its attributes, the text, and whether each element is closed."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.elements, self.text, self.open = [], [], []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def made(results):
+    html = page(results, draw(results))
+    return html, Page(html)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 6])
+def written(request):
+    results = made_up.results(request.param)
+    return results, *made(results)
+
+
+def test_the_page_asks_for_nothing(written):
+    _, html, parsed = written
+    bare = html
+    for namespace in ("http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"):
+        bare = bare.replace(f'="{namespace}"', "")
+    assert "http://" not in bare
+    assert "https://" not in bare
+    assert "@import" not in bare
+    tags = {tag for tag, _ in parsed.elements}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed"}
+    for _, attributes in parsed.elements:
+        assert "src" not in attributes
+        assert not any(name.startswith("on") for name in attributes)
+        for name in ("href", "xlink:href"):
+            assert attributes.get(name, "#").startswith("#")
+    assert all(target.startswith("#") for target in re.findall(r"url\((.*?)\)", html))
+
+
+def test_every_id_is_unique_and_every_reference_leads_to_one(written):
+    _, html, parsed = written
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    links = [
+        attributes[name][1:]
+        for _, attributes in parsed.elements
+        for name in ("href", "xlink:href")
+        if name in attributes
+    ]
+    assert links
+    assert set(links) | set(re.findall(r"url\(#(.*?)\)", html)) <= set(ids)
+
+
+def test_every_run_and_every_number_of_the_table_is_there(written):
+    results, _, parsed = written
+    text = " ".join(parsed.text)
+    for run in results["runs"]:
+        assert run["workdir"] in text
+        for row in run["rows"]:
+            if "error" in row:
+                assert row["error"] in text
+                continue
+            assert f"{row['perplexity']:.3f}" in text
+            assert f"{row['nll']:.4f}" in text
+            assert f"{row['targets']:,}" in text
+        for entry in run["decomposition"]["lengths"]:
+            for part in ("nonoverlapping", "fixed", "curse", "gain", "early_tokens", "context"):
+                assert f"{entry[part]['nats']:.4f}".replace("-", "−") in text
+        for curve in run["position_nll"].values():
+            for point in curve:
+                assert f"{point['nll']:.4f}" in text
+                assert f"{point['targets']:,}" in text
+        assert run["trained_by"]["command"] in text
+        assert str(run["config"]["train"]["seed"]) in text
+    assert results["command"] in text
+    assert results["commit"] in text
+
+
+def test_figures_stand_inline_with_a_caption_each(written):
+    _, _, parsed = written
+    tags = [tag for tag, _ in parsed.elements]
+    assert tags.count("figure") == tags.count("svg") == tags.count("figcaption") == 6
+    # Text in them stays text.
+    assert "evaluation length (tokens)" in parsed.text
+
+
+def test_names_and_texts_cannot_break_out():
+    run, other = made_up.run("alibi"), made_up.run("alibi")
+    other["workdir"] = other["trained_by"]["command"] = HOSTILE
+    other["corpus"] = other["corpus"] | {"dataset": HOSTILE}
+    other["config"]["data"]["path"] = HOSTILE
+    other["gain"]["passage"]["pieces"] = [
+        {"text": HOSTILE, "gain": 0.5, "nll_short": 1.0, "nll_long": 0.5}
+    ]
+    other["gain"]["largest"][0]["before"] = other["gain"]["largest"][0]["text"] = HOSTILE
+    other["attention"][0] = {"length": 128, "error": HOSTILE}
+    other["rows"][0] = made_up.error_row("nonoverlapping", 128, 128, HOSTILE)
+    html, parsed = made(made_up.results([run, other]))
+    assert "<script" not in html
+    assert not any(tag == "script" for tag, _ in parsed.elements)
+    # As it stands: in the folder, the command, the text, the passage and the largest gain.
+    text = " ".join(parsed.text)
+    assert text.count(HOSTILE) >= 8
+    # The passage of the fixture has a tag in it too.
+    assert ("b", {}) in parsed.elements
+    assert "<b>Peace" not in html
+
+
+def test_the_lowest_of_each_column_is_bold():
+    runs = [
+        bare_run("alibi", [bare_row(128, 4.5), bare_row(256, 4.4)]),
+        bare_run("rotary", [bare_row(128, 4.0), bare_row(256, None)]),
+    ]
+    html, _ = made(made_up.results(runs))
+    assert re.findall(r"<b>([\d.]+)</b>", html) == ["4.400", "4.000"]
+    html, _ = made(made_up.results(runs[:1]))
+    assert re.findall(r"<b>([\d.]+)</b>", html) == []
+
+
+def test_a_passage_is_coloured_by_gain_and_keeps_its_white_space():
+    run = made_up.run("alibi")
+    run["gain"]["passage"]["pieces"] = [
+        {"text": text, "gain": gain, "nll_short": 2.0, "nll_long": 2.0 - gain}
+        for text, gain in (("a  b", 0.5), ("\n", -0.5), ("", 0.0), ("c", 0.25))
+    ]
+    html, _ = made(made_up.results([run]))
+    pieces = re.search(r'<div class="passage".*?>(.*?)</div>', html, re.DOTALL)[1]
+    assert re.findall(r"<span(.*?)>(.*?)</span>", pieces, re.DOTALL) == [
+        (' class="g8" title="gain 0.5000 nats: 2.0000, then 1.5000"', "a  b"),
+        (' class="l8" title="gain −0.5000 nats: 2.0000, then 2.5000"', "<i>↵</i>\n"),
+        (' title="gain 0.0000 nats: 2.0000, then 2.0000"', "<i>∅</i>"),
+        (' class="g4" title="gain 0.2500 nats: 2.0000, then 1.7500"', "c"),
+    ]
+    # Nothing but the pieces: white space between them would show.
+    assert re.sub(r"<span.*?</span>", "", pieces, flags=re.DOTALL) == ""
+
+
+def test_what_was_not_measured_has_no_section():
+    run = bare_run("alibi", [bare_row(128, None)])
+    _, parsed = made(made_up.results([run]))
+    ids = [attributes["id"] for tag, attributes in parsed.elements if tag == "h2"]
+    assert ids == ["perplexities", "figures", "units", "runs", "limits"]
+
+
+def test_tables_scroll_in_boxes_of_their_own(written):
+    _, html, _ = written
+    assert html.count("<table>") == len(re.findall(r'<div class="scroll">\s*<table>', html)) > 3

@@ -1,0 +1,111 @@
+import re
+
+import made_up
+import pytest
+from made_up import bare_row, bare_run
+
+from alibi_jax.report import table
+
+
+@pytest.fixture
+def six():
+    """Six methods at three lengths, learned past its table at two."""
+    return made_up.results(made_up.six_bare_runs())
+
+
+def test_the_table_has_a_line_a_run_and_protocol(six):
+    six["runs"][0]["rows"] += [bare_row(128, 4.25, stride=64), bare_row(1024, 4.125, stride=64)]
+    lines = table(six).splitlines()
+    assert lines[0] == "perplexity per token, validation split"
+    assert lines[1].split("  ")[0] == "run"
+    assert lines[1].split()[-3:] == ["128", "256", "1024"]
+    body = [line.split() for line in lines[3:10]]
+    assert body[0] == ["runs/alibi", "alibi", "128", "nonoverlapping", "4.500*", "5.250*", "5.000*"]
+    assert body[1] == ["runs/alibi", "alibi", "128", "sliding:64", "4.250*", "4.125*"]
+    assert body[3] == ["runs/learned", "learned", "128", "nonoverlapping", "6.500", "—", "—"]
+    assert lines[10] == "* the lowest of its protocol and length"
+    assert lines[11:14] == [
+        f"runs/learned, nonoverlapping at {n}: no embedding, for a length of {n}"
+        for n in (256, 1024)
+    ] + [""]
+
+
+def test_the_columns_of_the_table_stand_below_each_other(six):
+    six["runs"][0]["rows"].append(bare_row(128, 4.25, stride=64))
+    lines = table(six).splitlines()
+    ends = {match.end() for match in re.finditer(r"\d+", lines[1])}
+    for line in lines[3:10]:
+        numbers = {match.end() for match in re.finditer(r"\d+\.\d+|—", line)}
+        assert numbers
+        assert numbers <= ends
+
+
+def test_the_lowest_of_each_column_is_marked_and_no_other():
+    runs = [
+        bare_run("alibi", [bare_row(128, 4.5), bare_row(256, 4.4)]),
+        bare_run("rotary", [bare_row(128, 4.0), bare_row(256, None)]),
+        bare_run("none", [bare_row(128, 4.0), bare_row(256, 9.0)]),
+    ]
+    body = [line.split()[4:] for line in table(made_up.results(runs)).splitlines()[3:6]]
+    assert body == [["4.500", "4.400*"], ["4.000*", "—"], ["4.000*", "9.000"]]
+
+
+def test_one_run_alone_has_no_mark():
+    run = bare_run("alibi", [bare_row(128, 4.5)])
+    assert "*" not in table(made_up.results([run]))
+
+
+def test_what_is_rescaled_has_a_name_of_its_own():
+    plain = bare_run("rotary", [bare_row(128, 4.0), bare_row(256, 6.0)])
+    scaled = bare_run("rotary", [bare_row(128, 4.0), bare_row(256, None)], rescaling="yarn:8")
+    lines = table(made_up.results([plain, scaled])).splitlines()
+    assert [line.split()[1] for line in lines[3:5]] == ["rotary", "rotary+yarn:8"]
+    assert lines[6].startswith("runs/rotary+yarn:8, nonoverlapping at 256: ")
+
+
+def test_the_parts_of_the_gain_have_a_table_of_their_own():
+    results = made_up.results(2)
+    perplexities, parts, *_ = table(results).split("\n\n")
+    assert "runs/alibi   alibi     128         fixed" in perplexities
+    assert "decomposition" not in perplexities
+    lines = [re.split(r"  +", line) for line in parts.splitlines()[2:]]
+    assert lines[0] == [
+        "run",
+        "position",
+        "from",
+        "to",
+        "gain",
+        "early tokens",
+        "context",
+        "targets",
+    ]
+    assert lines[2] == [
+        "runs/alibi",
+        "alibi",
+        "128",
+        "256",
+        "0.0310 [0.0280, 0.0340]",
+        "0.0300 [0.0270, 0.0330]",
+        "0.0010 [−0.0020, 0.0040]",
+        "512",
+    ]
+    assert lines[-1][:5] == ["runs/rotary", "rotary", "128", "4096", "−2.0419 [−2.0449, −2.0389]"]
+    # The base has no gain.
+    assert len(lines) == 2 + 2 * 5
+
+
+def test_parts_without_intervals_are_numbers_alone():
+    results = made_up.results(1)
+    for entry in results["runs"][0]["decomposition"]["lengths"]:
+        for part in ("gain", "early_tokens", "context"):
+            entry[part] |= {"low": None, "high": None}
+    _, parts, *_ = table(results).split("\n\n")
+    assert "[" not in parts
+    assert "bracket" not in parts
+    assert parts.splitlines()[3].split()[-4:] == ["0.0310", "0.0300", "0.0010", "512"]
+
+
+def test_each_run_is_read_out_below_the_tables():
+    sentences = table(made_up.results(2)).split("\n\n")[2:]
+    assert [text.partition(":")[0] for text in sentences] == ["runs/alibi", "runs/rotary"]
+    assert all(len(line) <= 100 for text in sentences for line in text.splitlines())
