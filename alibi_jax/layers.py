@@ -75,17 +75,17 @@ class Attention(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B S D"],
         position: PositionMethod,
         places: Places,
         cached: KeyValues | Rings | None,
         training_key: Key[Array, ""] | None,
     ) -> tuple[Float[Array, "B T D"], KeyValues | Rings | None]:
-        """What the layer adds to its input, in the compute dtype; and the cache, if there is one.
+        """What the layer adds to its queries, in the compute dtype; and the cache, if there is one.
 
         A cache of all keys has its entries from `places.offset` on written before it is read.
         """
-        query, keys = self._projected(x, position)
+        query, keys = self._projected(x, position, places)
         if isinstance(cached, Rings) and isinstance(bias := position.bias(), LinearBias):
             out, cached = ring_attention(
                 query,
@@ -124,13 +124,14 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], position: PositionMethod, places: Places
     ) -> AttentionStatistics:
         """How the layer attends to whole rows, which stand at 0, 1, 2, ..."""
-        sides = placed(*self._projected(x, position), position, places)
+        sides = placed(*self._projected(x, position, places), position, places)
         return attention_statistics(**sides._asdict())
 
     def _projected(
-        self, x: Float[Array, "B T D"], position: PositionMethod
+        self, x: Float[Array, "B S D"], position: PositionMethod, places: Places
     ) -> tuple[Float[Array, "B T N H"], KeyValues]:
-        query = constrain(self.query(x), "batch", None, "heads", None)
+        queries = x[:, -places.num_queries :]
+        query = constrain(self.query(queries), "batch", None, "heads", None)
         keys = KeyValues(
             constrain(self.key(x), "batch", None, "kv_heads", None),
             constrain(self.value(x), "batch", None, "kv_heads", None),
@@ -243,16 +244,17 @@ class Layer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B S D"],
         position: PositionMethod,
         places: Places,
         cached: KeyValues | Rings | None,
         training_key: Key[Array, ""] | None,
     ) -> tuple[Float[Array, "B T D"], KeyValues | Rings | None]:
-        """The residual stream after the layer; and the cache, if there is one."""
+        """The queries' residual stream after the layer; and the cache, if there is one."""
         keys = [None, None] if training_key is None else list(jax.random.split(training_key))
         with jax.named_scope("attention"):
             out, cached = self.attention(self.attention_norm(x), position, places, cached, keys[0])
+            x = x[:, -places.num_queries :]
             x = constrain(x + dropout(out, self.dropout_rate, keys[0], salt=1), "batch", None, None)
         with jax.named_scope("feed_forward"):
             out = self.ff(self.ff_norm(x), keys[1])

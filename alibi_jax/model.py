@@ -84,8 +84,9 @@ class Transformer(nnx.Module):
         positions: Int[Array, "*#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         training_key: Key[Array, ""] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """The last layer's normalised output, in the compute dtype.
+        last: int | None = None,
+    ) -> Float[Array, "B _ D"]:
+        """The last layer's normalised output, in the compute dtype, of the `last` tokens or all.
 
         `positions` default to 0, 1, 2, ...; with `segment_ids` (packing, padding: 0 is
         padding) they count from each segment's start. Attention is causal by index. With a
@@ -103,7 +104,7 @@ class Transformer(nnx.Module):
                 drawn = method.training_positions(positions, key, tokens.shape[0])
                 counted, positions = counted and drawn is positions, drawn
         places = Places(positions, positions, segment_ids, segment_ids, 0, counted)
-        return self._run(tokens, places, None, training_key)[0]
+        return self._run(tokens, places, None, training_key, last)[0]
 
     def attention_statistics(self, tokens: Int[Array, "B T"]) -> AttentionStatistics:
         """How each layer attends in `hidden_states` of whole rows: `[L, B, N]`, `[L, B, N, T]`."""
@@ -247,9 +248,12 @@ class Transformer(nnx.Module):
         places: Places,
         cached: tuple[KeyValues, ...] | tuple[Rings, ...] | None,
         training_key: Key[Array, ""] | None,
-    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+        last: int | None = None,
+    ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
         x, kept = self._embedded(tokens, places, training_key), []
         for number, (layer, position) in enumerate(self._layers()):
+            if last is not None and number + 1 == len(self.layers):
+                places = places.ending(last)
             run = functools.partial(
                 layer,
                 position=position,

@@ -26,6 +26,21 @@ class Places(NamedTuple):
     offset: int | Int[Array, ""]
     counted: bool
 
+    @property
+    def num_queries(self) -> int:
+        """Queries of a row: the last so many of what a layer is given."""
+        return self.query_positions.shape[-1]
+
+    def ending(self, number: int) -> "Places":
+        """Of the last `number` queries only."""
+        before = self.num_queries - number
+        ids = self.query_segment_ids
+        return self._replace(
+            query_positions=self.query_positions[..., before:],
+            query_segment_ids=None if ids is None else ids[:, before:],
+            offset=self.offset + before,
+        )
+
 
 class Placed(NamedTuple):
     """Queries and keys with their positions worked in, and what is added to their products.

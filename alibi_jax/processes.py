@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
@@ -41,6 +42,13 @@ def say(text: str) -> None:
     """Prints, once for all processes."""
     if jax.process_index() == 0:
         print(text, flush=True)
+
+
+def on_any(flag: bool) -> bool:
+    """Whether it is true in any process: what one of them can't do, none of them begins."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def first_then_all(name: str, prepare: Callable[[], Prepared]) -> Prepared:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32, Float64, Int64
@@ -57,16 +56,11 @@ class Scorer:
         self.batch_tokens = batch_tokens
         self._rows = sharding.axis_size(mesh, "batch")
         self._placement = sharding.named_sharding(mesh, "batch", None)
-        self._compiled: dict[tuple[int, int, int], Any] = {}
+        self._programs: dict[tuple[int, int, int], Any] = {}
 
-        def nll(params: Any, inputs: Array, first: Array, targets: Array) -> Array:
+        def nll(params: Any, inputs: Array, targets: Array) -> Array:
             model = nnx.merge(graphdef, params)
-            hidden = model.hidden_states(inputs)
-            length, width = inputs.shape[1], targets.shape[1]
-            if width < length:
-                # Only what is scored is projected to the vocabulary.
-                places = jnp.minimum(first + jnp.arange(width), length - 1)
-                hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
+            hidden = model.hidden_states(inputs, last=targets.shape[1])
             return token_nll(hidden, model.unembedding, targets)
 
         # Replicated, so that every process holds all the numbers and adds them up alike.
@@ -95,18 +89,18 @@ class Scorer:
         nll = np.full(counts.sum(), np.nan, np.float32) if kept is None else kept.copy()
         missing = np.logical_or.reduceat(np.isnan(nll), offsets)
         scores = Scores(nll, windows.targets, windows.contexts, 0.0, 0.0)
-        groups = [group[missing[group]] for group in windows.groups()]
+        groups = {first: group[missing[group]] for first, group in windows.groups().items()}
         last_kept = time.monotonic()
         with tqdm(
-            total=sum(map(len, groups)),
+            total=sum(map(len, groups.values())),
             desc=description,
             unit="window",
             leave=False,
             disable=jax.process_index() != 0,
         ) as progress:
             try:
-                for group in groups:
-                    for done in self._group(params, tokens, windows, group, scores):
+                for first, group in groups.items():
+                    for done in self._group(params, tokens, windows, first, group, scores):
                         progress.update(done)
                         if time.monotonic() - last_kept > _KEEP_EVERY:
                             keep(nll)
@@ -121,6 +115,7 @@ class Scorer:
         params: Any,
         tokens: np.ndarray,
         windows: EvaluationWindows,
+        first_scored: int,
         group: np.ndarray,
         scores: Scores,
     ) -> Iterator[int]:
@@ -128,15 +123,14 @@ class Scorer:
         if not len(group):
             return
         offsets = windows.offsets
-        width = int(windows.num_scored[group].max())
         batch_size = self.batch_size(len(group), windows.length)
         rows = sharding.local_rows(self._placement, batch_size)
         begun = time.perf_counter()
-        compiled = self._compile(params, batch_size, windows.length, width)
+        program = self.program(params, batch_size, windows.length, first_scored)
         scores.compile_seconds += time.perf_counter() - begun
 
         def collect(losses: jax.Array, indices: np.ndarray, scored: np.ndarray) -> int:
-            places = offsets[indices][:, None] + np.arange(width)
+            places = offsets[indices][:, None] + np.arange(scored.shape[1])
             scores.nll[places[scored]] = np.asarray(losses)[scored]
             return int((indices >= 0).sum())
 
@@ -147,12 +141,12 @@ class Scorer:
             indices = np.full(batch_size, -1)
             part = group[first : first + batch_size]
             indices[: len(part)] = part
-            batch = windows.batch(tokens, indices, width)
-            inputs, starts, targets = (
-                sharding.global_array(self._placement, values[rows], batch_size)
-                for values in (batch["inputs"], batch["first"][:, None], batch["targets"])
+            batch = windows.batch(tokens, indices, first_scored)
+            inputs, targets = (
+                sharding.global_array(self._placement, batch[name][rows], batch_size)
+                for name in ("inputs", "targets")
             )
-            losses = compiled(params, inputs, starts, targets)
+            losses = program(params, inputs, targets)
             # Collected one batch late, so that the next one's work is under way meanwhile.
             if pending is not None:
                 yield collect(*pending)
@@ -161,21 +155,25 @@ class Scorer:
             yield collect(*pending)
         scores.seconds += time.perf_counter() - begun
 
-    def _compile(self, params: Any, batch_size: int, length: int, width: int) -> Any:
-        shape = (batch_size, length, width)
-        if shape not in self._compiled:
-            inputs, first, targets = (
+    def program(self, params: Any, batch_size: int, length: int, first_scored: int) -> Any:
+        """What scores batches of windows from that index on, compiled once.
+
+        Raises ValueError where it needs more memory than there is.
+        """
+        shape = (batch_size, length, first_scored)
+        if shape not in self._programs:
+            inputs, targets = (
                 jax.ShapeDtypeStruct((batch_size, n), np.int32, sharding=self._placement)
-                for n in (length, 1, width)
+                for n in (length, length - first_scored)
             )
             with jax.set_mesh(self.mesh):
-                compiled = self._nll.lower(params, inputs, first, targets).compile()
+                program = self._nll.lower(params, inputs, targets).compile()
             memory.check(
-                compiled,
+                program,
                 f"a batch of {batch_size} windows of {length} tokens",
                 "give a smaller --batch_tokens"
                 if batch_size > self._rows
                 else "use more devices, or ones with more memory",
             )
-            self._compiled[shape] = compiled
-        return self._compiled[shape]
+            self._programs[shape] = program
+        return self._programs[shape]

@@ -24,12 +24,6 @@ def windows_of(num_tokens, length, stride, bos=None):
     return evaluation_windows(np.array([0, num_tokens]), length, stride, bos)
 
 
-def batch_of_all(num_tokens, length, stride):
-    windows = windows_of(num_tokens, length, stride)
-    tokens = np.arange(num_tokens, dtype=np.uint16)
-    return windows, windows.batch(tokens, np.arange(len(windows)))
-
-
 def test_f1_every_target_once_without_overlap():
     assert windows_of(10, 4, 4).num_scored.tolist() == [4, 4, 1]
 
@@ -81,15 +75,22 @@ def test_nothing_to_predict():
 @given(shape=SHAPES)
 def test_f1_every_target_once(shape):
     num_tokens, length, stride = shape
-    windows, batch = batch_of_all(*shape)
-    scored = batch["scored"]
+    windows = windows_of(*shape)
     assert windows.targets.tolist() == list(range(1, num_tokens))
-    assert batch["targets"][scored].tolist() == windows.targets.tolist()
-    # The last input that a target sees is the token before it.
-    rows, number = np.nonzero(scored)
-    last = batch["inputs"][rows, batch["first"][rows] + number]
-    assert (last + 1 == windows.targets).all()
-    assert (batch["first"][rows] + number + 1 == windows.contexts).all()
+    groups = windows.groups()
+    assert sorted(np.concatenate(list(groups.values()))) == list(range(len(windows)))
+    for first, group in groups.items():
+        batch = windows.batch(np.arange(num_tokens, dtype=np.uint16), group, first)
+        scored = batch["scored"]
+        assert scored.any(axis=1).all()
+        assert (scored.sum(axis=1) == windows.num_scored[group]).all()
+        targets = np.concatenate([np.split(windows.targets, windows.offsets[1:])[w] for w in group])
+        assert (batch["targets"][scored] == targets).all()
+        # The last input that a target sees is the token before it.
+        rows, number = np.nonzero(scored)
+        assert (batch["inputs"][rows, first + number] + 1 == targets).all()
+        contexts = np.split(windows.contexts, windows.offsets[1:])
+        assert (first + number + 1 == np.concatenate([contexts[w] for w in group])).all()
     assert scored.any(axis=1).all()
     assert (windows.contexts <= length).all()
 
@@ -105,30 +106,20 @@ def test_f1_every_target_once(shape):
 
 
 @given(shape=SHAPES)
-def test_what_is_scored_stands_first_and_padding_is_zero(shape):
-    num_tokens, length, _ = shape
+def test_padding_is_zero_and_not_scored(shape):
+    num_tokens, length, stride = shape
     windows = windows_of(*shape)
     tokens = np.arange(100, 100 + num_tokens, dtype=np.uint16)
-    width = int(windows.num_scored.max())
-    batch = windows.batch(tokens, np.array([len(windows) - 1, -1]), width)
+    first = int(windows.first_scored[-1])
+    batch = windows.batch(tokens, np.array([len(windows) - 1, -1]), first)
     exists = windows.starts[-1] + np.arange(length) < num_tokens - 1
     assert ((batch["inputs"][0] != 0) == exists).all()
-    scored = np.arange(width) < windows.num_scored[-1]
-    assert (batch["scored"][0] == scored).all()
-    assert ((batch["targets"][0] != 0) == scored).all()
-    assert {batch[name].dtype for name in ("inputs", "first", "targets")} == {np.dtype(np.int32)}
+    assert (batch["scored"][0] == exists[first:]).all()
+    assert ((batch["targets"][0] != 0) == exists[first:]).all()
+    # Of windows that score their ends only, no more than those need to be computed.
+    assert batch["targets"].shape[1] == (stride if first else length)
+    assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
     assert not any(values[1].any() for values in batch.values())
-
-
-@given(shape=SHAPES)
-def test_groups_share_the_windows_out(shape):
-    windows = windows_of(*shape)
-    groups = windows.groups()
-    assert sorted(np.concatenate(groups)) == list(range(len(windows)))
-    # Those that score their ends only have no more of them than the stride.
-    for group in groups:
-        if windows.first_scored[group].any():
-            assert windows.num_scored[group].max() <= shape[2]
 
 
 @pytest.mark.parametrize(("windows", "hosts"), [(23, 4), (1, 4), (5, 2)])
@@ -204,7 +195,7 @@ def test_fixed_context_gives_each_sampled_target_exactly_so_much(sizes, context,
         if len(targets):
             assert windows.min_context == less
             tokens = np.arange(bounds[-1], dtype=np.uint16)
-            batch = windows.batch(tokens, np.arange(len(windows)), 1)
+            batch = windows.batch(tokens, np.arange(len(windows)), less - 1)
             assert batch["targets"][:, 0].tolist() == targets.tolist()
             assert (batch["inputs"][:, -1] + 1 == targets).all()
             assert (np.diff(batch["inputs"]) == 1).all()

@@ -344,7 +344,7 @@ def test_an_evaluation_that_was_broken_off_goes_on_where_it_was(workdir, tmp_pat
     given = {**GIVEN, "batch_tokens": 128}
     assert evaluate([str(workdir)], **given, out=tmp_path / "whole") == 0
     scored, limit = [], [9]
-    compile_once = Scorer._compile
+    compile_once = Scorer.program
 
     def counting(self, *shape):
         compiled = compile_once(self, *shape)
@@ -357,7 +357,7 @@ def test_an_evaluation_that_was_broken_off_goes_on_where_it_was(workdir, tmp_pat
 
         return call
 
-    monkeypatch.setattr(Scorer, "_compile", counting)
+    monkeypatch.setattr(Scorer, "program", counting)
     with pytest.raises(Killed):
         evaluate([str(workdir)], **given, out=tmp_path / "out")
     assert not (tmp_path / "out" / "results.json").exists()
@@ -386,6 +386,10 @@ def test_losses_of_another_question_are_not_taken_up(tmp_path):
     np.testing.assert_array_equal(unfinished.load({"length": 16}, 2), losses)
     assert np.isnan(unfinished.load({"length": 32}, 2)).all()
     assert np.isnan(unfinished.load({"length": 16}, 3)).all()
+    (path,) = unfinished.folder.iterdir()
+    path.write_bytes(b"half")
+    assert np.isnan(unfinished.load({"length": 16}, 2)).all()
+    unfinished.save({"length": 16}, losses)
     unfinished.discard()
     assert np.isnan(unfinished.load({"length": 16}, 2)).all()
 

@@ -76,7 +76,7 @@ class EvaluationWindows:
 
     length: int
     # The first input of each window, how many it has (fewer than `length` at the end of a text),
-    # and the first index in it that is scored.
+    # and the first index in it that is scored: in all of them 0 or the same other one.
     starts: Int64[np.ndarray, "W"]
     sizes: Int64[np.ndarray, "W"]
     first_scored: Int64[np.ndarray, "W"]
@@ -116,40 +116,37 @@ class EvaluationWindows:
         later = self.first_scored[self.first_scored > 0]
         return int(later.min()) + 1 if len(later) else 1
 
-    def groups(self) -> list[Int64[np.ndarray, "G"]]:
+    def groups(self) -> dict[int, Int64[np.ndarray, "G"]]:
         """The windows that score all they have, and those that score their ends only.
 
-        Of the second kind little needs to be projected to the vocabulary.
+        By the first index in them that is scored, which in a group is one.
         """
-        whole = self.first_scored == 0
-        return [np.flatnonzero(kind) for kind in (whole, ~whole) if kind.any()]
+        firsts = np.unique(self.first_scored).tolist()
+        return {first: np.flatnonzero(self.first_scored == first) for first in firsts}
 
     def batch(
         self,
         tokens: Integer[np.ndarray, "N"],
         indices: Integer[np.ndarray, "B"],
-        width: int | None = None,
-    ) -> dict[str, Int32[np.ndarray, "B *_"] | Bool[np.ndarray, "B _"]]:
-        """{"inputs" [B, L], "first" [B], "targets" [B, width], "scored" [B, width]}.
+        first: int = 0,
+    ) -> dict[str, Int32[np.ndarray, "B _"] | Bool[np.ndarray, "B _"]]:
+        """{"inputs" [B, L], "targets" [B, L - first], "scored" [B, L - first]}.
 
-        Of the windows `indices`; -1 stands for no window. Target number i of a row stands at
-        index first + i of its window. Where there is none, tokens are 0 and `scored` is false.
+        Of the windows `indices`, a group that is scored from `first` on; -1 stands for no window.
+        Target i of a row stands at index first + i. Where there is none, tokens are 0 and `scored`
+        is false.
         """
-        width = self.length if width is None else width
         real = indices >= 0
         starts, sizes = self.starts[indices], np.where(real, self.sizes[indices], 0)
-        first = np.where(real, self.first_scored[indices], 0)
         within = np.arange(self.length)
         exists = within < sizes[:, None]
         inputs = np.where(exists, tokens[np.where(exists, starts[:, None] + within, 0)], 0)
         if self.bos is not None:
             inputs[real, 0] = self.bos
-        place = first[:, None] + np.arange(width)
-        scored = place < sizes[:, None]
-        targets = np.where(scored, tokens[np.where(scored, starts[:, None] + place + 1, 0)], 0)
+        scored, within = exists[:, first:], within[first:]
+        targets = np.where(scored, tokens[np.where(scored, starts[:, None] + within + 1, 0)], 0)
         return {
             "inputs": inputs.astype(np.int32),
-            "first": first.astype(np.int32),
             "targets": targets.astype(np.int32),
             "scored": scored,
         }

@@ -1,5 +1,6 @@
 """Losses of an evaluation that was broken off, kept so that the same command goes on from there."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,9 +25,11 @@ class Unfinished:
         losses = np.full(count, np.nan, np.float32)
         path = self._path(identity)
         if jax.process_index() == 0 and path.is_file():
-            kept = np.load(path)
-            if kept.shape == losses.shape:
-                losses = kept
+            # One that can't be read is as good as none.
+            with contextlib.suppress(OSError, ValueError, EOFError):
+                kept = np.load(path)
+                if kept.shape == losses.shape:
+                    losses = kept
         if jax.process_count() > 1:
             losses = np.asarray(multihost_utils.broadcast_one_to_all(losses))
         return losses

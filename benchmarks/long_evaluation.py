@@ -1,0 +1,70 @@
+"""Time and memory of scoring a long window for each device, against as many targets in short ones.
+
+    python benchmarks/long_evaluation.py [--config=FILE] [--lengths=1024,65536]
+
+Random tokens, fresh parameters, windows that do not overlap, each length in a process of its own.
+Temporaries are what the compiled program asks for, of each device; the peak is what the whole
+process had at any time, its libraries and the compiler included.
+"""
+
+import pathlib
+import resource
+import subprocess
+import sys
+
+import jax
+import numpy as np
+from absl import flags
+
+from alibi_jax import command_line, sharding
+from alibi_jax.data.windows import evaluation_windows
+from alibi_jax.processes import say
+from alibi_jax.scoring import Scorer
+from alibi_jax.step import Trainer
+
+_CONFIG = command_line.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
+_LENGTHS = flags.DEFINE_list("lengths", ["1024", "65536"], "Of the windows, in tokens.")
+_TARGETS = flags.DEFINE_integer("targets", 65536, "Targets a device; a multiple of the length.")
+
+_BATCH_TOKENS = 8192
+
+
+def main() -> int:
+    """Prints a line a length."""
+    lengths = [int(length) for length in _LENGTHS.value]
+    if len(lengths) > 1:
+        say("| length | targets | seconds | tokens/s | temporaries, MiB | peak, MiB |")
+        say("|---|---|---|---|---|---|")
+        others = [part for part in sys.argv[1:] if not part.startswith("--lengths=")]
+        for length in lengths:
+            measured = [f"--lengths={length}", f"--targets={max(lengths)}"]
+            subprocess.run([sys.executable, sys.argv[0], *others, *measured], check=True)
+        return 0
+    _measure(lengths[0])
+    return 0
+
+
+def _measure(length: int) -> None:
+    config = _CONFIG.value
+    config.check()
+    jax.config.update("jax_platforms", "cpu")
+    command_line.start_devices()
+    trainer = Trainer(config, 256, sharding.make_mesh())
+    params = trainer.initial_state().params
+    targets = _TARGETS.value * jax.device_count()
+    tokens = np.random.default_rng(0).integers(1, 256, 1 + targets)
+    windows = evaluation_windows(np.array([0, len(tokens)]), length, length)
+    scorer = Scorer(trainer.graphdef, trainer.mesh, _BATCH_TOKENS)
+    seconds = scorer(params, tokens, windows, f"at {length}").seconds
+    batch = scorer.batch_size(len(windows), length)
+    program = scorer.program(params, batch, length, 0)
+    temporaries = program.memory_analysis().temp_size_in_bytes / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    say(
+        f"| {length:,} | {targets:,} | {seconds:.1f} | {targets / seconds:,.0f} | "
+        f"{temporaries:,.0f} | {peak:,.0f} |",
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main)
