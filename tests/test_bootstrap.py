@@ -13,6 +13,14 @@ def test_targets_of_many_documents_are_grouped_by_document():
     assert made.ids[[0, 49, 50, 149, 150, -1]].tolist() == [0, 0, 1, 1, 2, 10]
 
 
+def test_of_very_many_documents_neighbours_are_grouped():
+    made = clusters(np.arange(1, 25_000), np.arange(2500) * 10, 0)
+    assert str(made) == "1000 groups of documents"
+    assert (np.diff(made.ids) >= 0).all()
+    assert np.bincount(made.ids)[1:-1].tolist() == [20, 30] * 499
+    assert (made.ids[9:-10] == made.ids[9:-10].reshape(-1, 10)[:, :1].repeat(10, 1).ravel()).all()
+
+
 def test_targets_of_few_documents_are_grouped_by_place():
     made = clusters(np.arange(1, 641), np.array([0, 300]), 0)
     assert str(made) == "32 stretches of text"

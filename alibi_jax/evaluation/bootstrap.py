@@ -7,8 +7,9 @@ from jaxtyping import Float, Float64, Int64, Integer
 
 CONFIDENCE = 0.95
 _RESAMPLES = 2000
-# With fewer documents, to draw whole ones says little: then it is stretches of the text.
-_ENOUGH = 10
+# With fewer documents, to draw whole ones says little: then it is stretches of the text. With more
+# than the most, neighbours are drawn together.
+_ENOUGH, _MOST = 10, 1000
 _STRETCHES = 32
 
 
@@ -55,12 +56,15 @@ def clusters(
 ) -> Clusters:
     """Documents, where the targets are of ten or more; else stretches of as many targets each.
 
-    `targets` are indices in the stream, in order.
+    More than a thousand documents are put together in groups of neighbours. `targets` are indices
+    in the stream, in order.
     """
     documents = np.searchsorted(document_starts, targets, side="right") - 1
     present, ids = np.unique(documents, return_inverse=True)
+    if len(present) > _MOST:
+        return Clusters(ids * _MOST // len(present), "groups of documents", seed)
     if len(present) >= _ENOUGH:
-        return Clusters(ids.astype(np.int64), "documents", seed)
+        return Clusters(ids, "documents", seed)
     stretches = min(_STRETCHES, len(targets))
     ids = np.arange(len(targets)) * stretches // len(targets)
     return Clusters(ids, "stretches of text", seed)

@@ -107,7 +107,8 @@ class Subject:
             "saved": run.saved,
             "rescaling": str(self.rescaling),
             "split": self.asked.split,
-            "text": hashlib.sha256(windows.targets.tobytes()).hexdigest(),
+            "text": self.text.digest,
+            "targets": hashlib.sha256(windows.targets.data).hexdigest(),
             "windows": [what, length, self.asked.documents, self.asked.bos],
             "commit": provenance()["commit"],
         }

@@ -1,6 +1,8 @@
 """A split as it is scored: its tokens, where its texts begin and end, its words and bytes."""
 
 import dataclasses
+import functools
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,11 @@ class Text:
     def longest(self) -> int:
         """The most tokens of context that any target has."""
         return int(np.diff(self.bounds).max()) - 1
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The same for two texts only if they have the same tokens."""
+        return hashlib.sha256(self.tokens).hexdigest()
 
     def summary(self) -> dict[str, Any]:
         """How much text it is."""
