@@ -38,7 +38,7 @@ class Text:
     @functools.cached_property
     def digest(self) -> str:
         """The same for two texts only if they have the same tokens."""
-        return hashlib.sha256(self.tokens).hexdigest()
+        return hashlib.sha256(self.tokens.data).hexdigest()
 
     def summary(self) -> dict[str, Any]:
         """How much text it is."""
