@@ -29,7 +29,10 @@ _RESCALINGS = flags.DEFINE_string(
     "is the length over the training length, or F as in linear:F.",
 )
 _ATTENTION = flags.DEFINE_string(
-    "attention", "1x,2x", "Lengths at which attention is looked at: its resolution, how far it is."
+    "attention",
+    None,
+    "Lengths at which attention is looked at: its resolution, how far it is; default: those of "
+    "--lengths up to 2x.",
 )
 _JUDGE = flags.DEFINE_string(
     "judge", None, "The run that says which targets LongPPL counts; default: each run for itself."

@@ -7,7 +7,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int64, Integer
 
-from alibi_jax import sharding
+from alibi_jax import memory, sharding
 from alibi_jax.attention.statistics import AttentionStatistics, attention_resolution
 
 
@@ -88,14 +88,17 @@ def _means(
 
     # Replicated, so that every process holds all the numbers and adds them up alike.
     compiled = jax.jit(statistics, out_shardings=sharding.named_sharding(mesh))
+    inputs = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=placement)
     sums = [np.zeros(()) for _ in AttentionStatistics._fields]
     with jax.set_mesh(mesh):
+        program = compiled.lower(params, inputs).compile()
+        memory.check(program, f"attention over {length} tokens", "give a shorter --attention")
         for first in range(0, len(starts), batch_size):
             some = starts[first : first + batch_size]
             # Past the last window it is repeated, and not counted.
             filled = np.pad(some, (0, batch_size - len(some)), mode="edge")[rows]
             local = tokens[filled[:, None] + np.arange(length)].astype(np.int32)
-            measured = compiled(params, sharding.global_array(placement, local, batch_size))
+            measured = program(params, sharding.global_array(placement, local, batch_size))
             sums = [
                 total + np.asarray(x, np.float64)[:, : len(some)].sum(axis=1)
                 for total, x in zip(sums, measured)

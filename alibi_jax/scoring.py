@@ -21,13 +21,17 @@ _KEEP_EVERY = 30.0
 
 @dataclasses.dataclass
 class Scores:
-    """The loss of each target, in nats; which one it is in the stream; how many tokens it saw."""
+    """The loss of each target, in nats; which one it is in the stream; how many tokens it saw.
+
+    `seconds` are of what was scored now, which is not all of it where losses were there already.
+    """
 
     nll: Float32[np.ndarray, "M"]
     targets: Int64[np.ndarray, "M"]
     contexts: Int64[np.ndarray, "M"]
     seconds: float
     compile_seconds: float
+    resumed: bool = False
 
     @property
     def total_nll(self) -> float:
@@ -79,16 +83,19 @@ class Scorer:
         description: str,
         kept: Float32[np.ndarray, "M"] | None = None,
         keep: Callable[[Float32[np.ndarray, "M"]], None] = lambda _: None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> Scores:
         """Scores all windows over the stream `tokens`.
 
         `keep` is called now and then, and where scoring is broken off, with the losses so far, NaN
-        where there is none yet. Given those as `kept`, scoring goes on from there.
+        where there is none yet. Given those as `kept`, scoring goes on from there. Raises
+        KeyboardInterrupt where `stopping`, asked after each batch, is true.
         """
         counts, offsets = windows.num_scored, windows.offsets
         nll = np.full(counts.sum(), np.nan, np.float32) if kept is None else kept.copy()
         missing = np.logical_or.reduceat(np.isnan(nll), offsets)
-        scores = Scores(nll, windows.targets, windows.contexts, 0.0, 0.0)
+        resumed = not missing.all()
+        scores = Scores(nll, windows.targets, windows.contexts, 0.0, 0.0, resumed)
         groups = {first: group[missing[group]] for first, group in windows.groups().items()}
         last_kept = time.monotonic()
         with tqdm(
@@ -102,6 +109,8 @@ class Scorer:
                 for first, group in groups.items():
                     for done in self._group(params, tokens, windows, first, group, scores):
                         progress.update(done)
+                        if stopping():
+                            raise KeyboardInterrupt
                         if time.monotonic() - last_kept > _KEEP_EVERY:
                             keep(nll)
                             last_kept = time.monotonic()

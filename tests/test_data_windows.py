@@ -10,6 +10,7 @@ from alibi_jax.data.windows import (
     TrainingBatches,
     evaluation_windows,
     fixed_context_windows,
+    num_eligible,
     sample_targets,
 )
 
@@ -174,14 +175,14 @@ def test_f6_every_window_begins_with_the_beginning_of_sequence(shape):
 @given(sizes=TEXTS, context=st.integers(1, 20), count=st.integers(1, 40), seed=st.integers(0, 9))
 def test_fixed_context_gives_each_sampled_target_exactly_so_much(sizes, context, count, seed):
     bounds = np.cumsum([0, *sizes])
-    eligible = [
-        target
-        for start, stop in itertools.pairwise(bounds)
-        for target in range(start + context, stop)
-    ]
+    # Of windows of that length, the whole ones after a text's first.
+    windows = evaluation_windows(bounds, context, context)
+    whole = (windows.num_scored == context) & ~np.isin(windows.starts, bounds)
+    eligible = windows.targets[np.repeat(whole, windows.num_scored)]
+    assert num_eligible(bounds, context).sum() == len(eligible)
     targets = sample_targets(bounds, context, count, seed)
     assert len(targets) == min(count, len(eligible))
-    assert set(targets.tolist()) <= set(eligible)
+    assert set(targets.tolist()) <= set(eligible.tolist())
     assert (np.diff(targets) > 0).all()
     # One of each of `count` even stretches.
     places = np.searchsorted(eligible, targets)
@@ -206,6 +207,18 @@ def test_the_seed_decides_the_sample():
     first, again, other = (sample_targets(bounds, 64, 100, seed) for seed in (0, 0, 1))
     assert first.tolist() == again.tolist() != other.tolist()
     assert sample_targets(bounds, 10_000, 5, 0).tolist() == []
+
+
+@pytest.mark.parametrize("sizes", [[1250] * 60, [4500], [300, 1500, 700] * 50])
+def test_a_sample_stands_anywhere_in_windows_alike(sizes):
+    """Or those after a boundary would stand for all, and early tokens seem to matter more."""
+    bounds = np.cumsum([0, *sizes])
+    context = 512
+    targets = sample_targets(bounds, context, 400, 0)
+    starts = bounds[np.searchsorted(bounds, targets, side="right") - 1]
+    for length in (context, 256, 64):
+        inside = (targets - starts - 1) % length + 1
+        assert inside.mean() == pytest.approx((length + 1) / 2, rel=0.1)
 
 
 def training(num_tokens=101, length=4, batch_size=6, seed=3):

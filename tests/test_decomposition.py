@@ -63,41 +63,43 @@ def score(loss, windows, tokens, devices=1):
 
 @functools.cache
 def decomposed(loss, devices=1):
-    """Of all targets that have 64 tokens before them, in a text of 8 documents and 513 tokens."""
+    """Of all targets in whole windows of 64 but the first, in 8 documents and 513 tokens."""
     bounds = np.array([0, 513])
     tokens = np.zeros(513, np.uint16)
     sample = sample_targets(bounds, max(LENGTHS), 10**6, 0)
-    nonoverlapping, fixed = {}, {}
+    nonoverlapping, contexts, fixed = {}, {}, {}
     for length in LENGTHS:
         windows = evaluation_windows(bounds, length, length)
         nonoverlapping[length] = score(loss, windows, tokens, devices).nll[sample - 1]
+        contexts[length] = windows.contexts[sample - 1]
         fixed[length] = score(loss, fixed_context_windows(sample, length), tokens, devices).nll
     groups = clusters(sample, np.arange(8) * 64, 0)
-    entries = decompose(nonoverlapping, fixed, 8, groups)["lengths"]
-    return len(sample), {entry.pop("length"): entry for entry in entries}
+    entries = decompose(nonoverlapping, contexts, fixed, 8, groups)["lengths"]
+    return sample, {entry.pop("length"): entry for entry in entries}
 
 
-def curse(sample_size, length):
-    """Mean extra loss of the targets 64 to 512 in windows of that length, from `early`."""
-    inside = (np.arange(64, 513) - 1) % length
-    assert len(inside) == sample_size
-    return 2.0 * (inside < 4).mean()
+def curse(sample, length):
+    """Mean extra loss of the targets in windows of that length, from `early`."""
+    return 2.0 * ((sample - 1) % length < 4).mean()
 
 
 @pytest.mark.parametrize("loss", [early, context, both])
 @pytest.mark.parametrize("devices", [1, 4])
 def test_the_split_gives_back_what_was_planted(loss, devices):
-    count, entries = decomposed(loss, devices)
+    sample, entries = decomposed(loss, devices)
+    assert sample.tolist() == list(range(65, 513))
     planted = 0 if loss is context else 1
     gained = 0 if loss is early else 1
     for length, entry in entries.items():
         doublings = math.log2(length / 8)
         expected = {
-            "curse": planted * curse(count, length),
-            "early_tokens": planted * (curse(count, 8) - curse(count, length)),
+            "curse": planted * curse(sample, length),
+            "early_tokens": planted * (curse(sample, 8) - curse(sample, length)),
             "context": gained * 0.1 * doublings,
         }
         expected["gain"] = expected["early_tokens"] + expected["context"]
+        contexts = [entry[f"{which}_context"] for which in ("smallest", "mean", "largest")]
+        assert contexts == [1, (length + 1) / 2, length]
         for name, value in expected.items():
             assert entry[name]["nats"] == pytest.approx(value, abs=2e-6), (length, name)
 
@@ -120,11 +122,12 @@ def test_the_parts_add_up_to_rounding(values):
     nonoverlapping = dict(zip((1, 2, 3), np.float32(values[:3])))
     fixed = dict(zip((1, 2, 3), np.float32(values[3:])))
     groups = Clusters(np.arange(40) // 4, "documents", 0)
-    made = decompose(nonoverlapping, fixed, 1, groups)
+    seen = dict.fromkeys((1, 2, 3), np.arange(1, 41))
+    made = decompose(nonoverlapping, seen, fixed, 1, groups)
     assert made["targets"] == 40
     assert made["resampled"] == "10 documents"
     for entry in made["lengths"]:
-        nats = {name: part["nats"] for name, part in entry.items() if name != "length"}
+        nats = {name: part["nats"] for name, part in entry.items() if isinstance(part, dict)}
         assert nats["early_tokens"] + nats["context"] == pytest.approx(nats["gain"], abs=1e-14)
         assert nats["nonoverlapping"] - nats["fixed"] == pytest.approx(nats["curse"], abs=1e-14)
         for part in (entry[name] for name in nats):
@@ -139,10 +142,12 @@ def test_the_example_of_the_paper():
         return {length: np.full(4, math.log(p)) for length, p in perplexities.items()}
 
     groups = Clusters(np.arange(4), "documents", 0)
-    made = decompose(
-        losses({512: 19.73, 3072: 18.40}), losses({512: 17.98, 3072: 18.30}), 512, groups
-    )
+    nonoverlapping, stride_1 = losses({512: 19.73, 3072: 18.40}), losses({512: 17.98, 3072: 18.30})
+    seen = dict.fromkeys(nonoverlapping, np.arange(1, 5))
+    made = decompose(nonoverlapping, seen, stride_1, 512, groups)
     entry = made["lengths"][1]
+    # Of so few groups there is no interval.
+    assert entry["gain"]["low"] is entry["gain"]["high"] is None
     assert entry["gain"]["nats"] == pytest.approx(0.0698, abs=5e-5)
     assert entry["context"]["nats"] == pytest.approx(-0.0176, abs=5e-5)
     assert entry["early_tokens"]["nats"] == pytest.approx(0.0874, abs=5e-5)
@@ -151,5 +156,6 @@ def test_the_example_of_the_paper():
 def test_lengths_that_lack_one_of_the_two_are_left_out():
     losses = {length: np.ones(3) for length in (8, 16, 32)}
     groups = Clusters(np.arange(3), "documents", 0)
-    made = decompose(losses, {8: np.ones(3), 32: np.ones(3)}, 8, groups)
+    seen = dict.fromkeys(losses, np.arange(1, 4))
+    made = decompose(losses, seen, {8: np.ones(3), 32: np.ones(3)}, 8, groups)
     assert [entry["length"] for entry in made["lengths"]] == [8, 32]

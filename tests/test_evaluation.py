@@ -1,7 +1,9 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
+import signal
 
 import jax
 import numpy as np
@@ -24,6 +26,7 @@ from alibi_jax.evaluation import (
     parse_protocols,
     read_text,
 )
+from alibi_jax.evaluation.command import _Texts
 from alibi_jax.evaluation.measures import early_token, position_curve
 from alibi_jax.evaluation.protocols import check_strides
 from alibi_jax.evaluation.runs import find_workdirs
@@ -140,6 +143,7 @@ def test_f1_f3_rows_count_every_target_and_its_context(entry, tokens):
         assert row["largest_context"] == length
         if row["protocol"] == "fixed":
             contexts = [length] * 40
+            assert row["word_perplexity"] is None
         else:
             # Windows start every `stride` tokens; a target is in the first to reach it.
             starts = [max(0, -(-(t - length) // stride)) * stride for t in range(1, count + 1)]
@@ -199,8 +203,8 @@ def test_the_split_is_of_one_set_of_targets(entry, run, tokens):
     split = entry["decomposition"]
     assert (split["base"], split["targets"]) == (LENGTH, 40)
     text = read_text(run.config.data, "validation", run.tokenizer, False)
-    sample = text.sample([16, 32], 40, 0)
-    assert (sample >= 32).all()
+    sample = text.sample([16, 32], 40, 0).targets
+    assert (sample > 32).all()
     scorer = Scorer(run.graphdef, run.mesh, 512)
 
     def losses(targets, context):
@@ -221,7 +225,9 @@ def test_what_gained_is_told_of_the_longest_against_the_training_length(entry):
     assert gain["nats"]["nats"] == pytest.approx(context["nats"], abs=1e-12)
     assert gain["long_ppl"]["judge"] == entry["workdir"]
     assert len(gain["passage"]["pieces"]) == 30
-    assert gain["largest"][0]["gain"] == max(part["gain"] for part in gain["largest"])
+    gains = [part["gain"] for part in gain["largest"]]
+    assert gains == sorted(gains, reverse=True)
+    assert all(gain > 0 for gain in gains)
 
 
 def test_without_fixed_context_there_is_no_split(evaluated):
@@ -375,8 +381,79 @@ def test_an_evaluation_that_was_broken_off_goes_on_where_it_was(workdir, tmp_pat
     )
     for one, other in zip(whole["rows"], resumed["rows"]):
         assert one["nll"] == other["nll"]
+    # Of a row that was taken up again there is no time.
+    assert {row["seconds"] is None for row in whole["rows"]} == {False}
+    assert {row["seconds"] is None for row in resumed["rows"]} == {False, True}
     assert whole["decomposition"] == resumed["decomposition"]
     assert not (tmp_path / "out" / "unfinished").exists()
+
+
+def test_a_length_too_long_for_the_sample_leaves_it_to_the_others(evaluated, tokens):
+    """Where few targets could be given it, they would stand for all at every length."""
+    long = len(tokens) * 2 // 3
+    entry = evaluated([LENGTH, long], protocols=parse_protocols("nonoverlapping,fixed"))
+    whole, fixed = rows_of(entry, "nonoverlapping")[1], rows_of(entry, "fixed")
+    assert "error" not in whole
+    assert fixed[0]["targets"] == 40
+    assert "too few targets" in fixed[1]["error"]
+    assert [part["length"] for part in entry["decomposition"]["lengths"]] == [LENGTH]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_keeps_what_is_done_and_says_so(
+    number, workdir, tmp_path, capsys, monkeypatch
+):
+    program, calls = Scorer.program, []
+
+    def counting(self, *shape):
+        compiled = program(self, *shape)
+
+        def call(*arguments):
+            calls.append(shape)
+            if len(calls) == 5:
+                os.kill(os.getpid(), number)
+            return compiled(*arguments)
+
+        return call
+
+    monkeypatch.setattr(Scorer, "program", counting)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate([str(workdir)], **GIVEN, batch_tokens=128, out=tmp_path / "out")
+    assert "the same command goes on with" in capsys.readouterr().out
+    assert len(calls) < 8
+    assert list((tmp_path / "out" / "unfinished").glob("*.npy"))
+    # Signals are as they were before.
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_runs_of_other_splits_are_not_scored_on_each_others_text(run, evaluated):
+    """They may name their splits as they like."""
+    data = dataclasses.replace(run.config.data, validation_split="test")
+    other = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+    texts = _Texts(ASKED, [LENGTH])
+    assert texts.of(run)[0] is texts.of(run)[0]
+    assert texts.of(other)[0] is not texts.of(run)[0]
+    test = read_text(run.config.data, "test", run.tokenizer, False)
+    np.testing.assert_array_equal(texts.of(other)[0].tokens, test.tokens)
+
+
+def test_where_results_cannot_be_written_is_known_before_any_work(workdir, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "folder"):
+        with pytest.raises(
+            ValueError, match=r"--out=.*file.* can't be written to .*another folder"
+        ):
+            evaluate([str(workdir)], **GIVEN, out=out)
+
+
+def test_what_another_evaluation_left_unfinished_stays(tmp_path):
+    one, other = Unfinished(tmp_path), Unfinished(tmp_path)
+    losses = np.ones(2, np.float32)
+    one.save({"length": 16}, losses)
+    other.save({"length": 32}, losses)
+    one.discard()
+    assert np.isnan(other.load({"length": 16}, 2)).all()
+    np.testing.assert_array_equal(other.load({"length": 32}, 2), losses)
 
 
 def test_losses_of_another_question_are_not_taken_up(tmp_path):

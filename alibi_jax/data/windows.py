@@ -200,16 +200,24 @@ def fixed_context_windows(
 def sample_targets(
     bounds: Integer[np.ndarray, "bounds"], context: int, count: int, seed: int
 ) -> Int64[np.ndarray, "M"]:
-    """Targets that have at least `context` tokens before them in their text, in order.
+    """Targets that can be given `context` tokens, in order.
 
-    One is drawn in each of `count` stretches that share out all such targets evenly; all of
-    them, where there are no more. Empty where no text is that long.
+    They are of the whole windows of that length which follow a text's first, so that in windows
+    that do not overlap, of that length or one that divides it, they stand anywhere alike. One is
+    drawn in each of `count` stretches that share them out evenly; all of them, where there are
+    no more.
     """
-    eligible = np.maximum(np.diff(bounds) - context, 0)
+    eligible = num_eligible(bounds, context)
     ends = np.cumsum(eligible)
     total = int(ends[-1])
     count = min(count, total)
     edges = np.arange(count + 1) * total // max(count, 1)
     drawn = np.random.default_rng(seed).integers(edges[:-1], edges[1:])
     text = np.searchsorted(ends, drawn, side="right")
-    return bounds[text] + context + drawn - (ends - eligible)[text]
+    return bounds[text] + context + 1 + drawn - (ends - eligible)[text]
+
+
+def num_eligible(bounds: Integer[np.ndarray, "bounds"], context: int) -> Int64[np.ndarray, "texts"]:
+    """How many targets of each text `sample_targets` draws from."""
+    windows = (np.diff(bounds) - 1) // context
+    return np.maximum(windows - 1, 0) * context

@@ -11,6 +11,8 @@ _RESAMPLES = 2000
 # than the most, neighbours are drawn together.
 _ENOUGH, _MOST = 10, 1000
 _STRETCHES = 32
+# Of fewer groups than this, resamples say nothing.
+_LEAST = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +45,17 @@ class Clusters:
         )
         return (draws @ self.sums(values)) / (draws @ np.bincount(self.ids, minlength=count))
 
-    def estimate(self, values: Float[np.ndarray, "M"]) -> dict[str, float]:
-        """{"nats", "low", "high"}: the mean of `values`, and where 95 % of resampled ones lie."""
+    def estimate(self, values: Float[np.ndarray, "M"]) -> dict[str, float | None]:
+        """{"nats", "low", "high"}: the mean of `values`, and where 95 % of resampled ones lie.
+
+        Of very few groups there is no interval: None.
+        """
+        mean = float(values.mean(dtype=np.float64))
+        if self._count < _LEAST:
+            return {"nats": mean, "low": None, "high": None}
         tail = 50 * (1 - CONFIDENCE)
         low, high = np.percentile(self.resampled(values), [tail, 100 - tail])
-        mean = values.mean(dtype=np.float64)
-        return {"nats": float(mean), "low": float(low), "high": float(high)}
+        return {"nats": mean, "low": float(low), "high": float(high)}
 
 
 def clusters(

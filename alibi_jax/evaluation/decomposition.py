@@ -12,21 +12,23 @@ appendix B), the second what longer context itself gave.
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 
 from alibi_jax.evaluation.bootstrap import Clusters
 
 
 def decompose(
     nonoverlapping: dict[int, Float[np.ndarray, "M"]],
+    contexts: dict[int, Int64[np.ndarray, "M"]],
     fixed: dict[int, Float[np.ndarray, "M"]],
     base: int,
     clusters: Clusters,
 ) -> dict[str, Any]:
     """The parts for each length in both, against `base`, from losses of the same targets, in nats.
 
-    Each number comes with its interval; all are of the same draws of the clusters, so that what
-    the targets have in common does not count as noise.
+    `contexts` are what each target saw in windows that do not overlap. Each number comes with its
+    interval; all are of the same draws of the clusters, so that what the targets have in common
+    does not count as noise.
     """
     lengths = sorted(nonoverlapping.keys() & fixed.keys())
     first = _parts(nonoverlapping[base], fixed[base])
@@ -39,7 +41,13 @@ def decompose(
             "context": first["fixed"] - parts["fixed"],
         }
         entries.append(
-            {"length": length} | {name: clusters.estimate(values) for name, values in parts.items()}
+            {
+                "length": length,
+                "smallest_context": int(contexts[length].min()),
+                "mean_context": float(contexts[length].mean()),
+                "largest_context": int(contexts[length].max()),
+            }
+            | {name: clusters.estimate(values) for name, values in parts.items()}
         )
     return {
         "base": base,

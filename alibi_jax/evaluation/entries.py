@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,9 @@ from alibi_jax.evaluation.gains import gain_report, key_targets, largest_gains, 
 from alibi_jax.evaluation.measures import early_token, numbers, position_curve
 from alibi_jax.evaluation.protocols import Protocol
 from alibi_jax.evaluation.runs import Run
-from alibi_jax.evaluation.texts import Text
+from alibi_jax.evaluation.texts import Sample, Text
 from alibi_jax.evaluation.unfinished import Unfinished
 from alibi_jax.model import abstract_model
-from alibi_jax.provenance import provenance
 from alibi_jax.rescaling import Rescaling
 from alibi_jax.scoring import Scorer, Scores
 
@@ -55,12 +54,13 @@ class Subject:
         rescaling: Rescaling,
         asked: Asked,
         text: Text,
-        sample: Int64[np.ndarray, "M"],
+        sample: Sample,
         unfinished: Unfinished,
+        stopping: Callable[[], bool] = lambda: False,
     ):
         self.run, self.rescaling, self.asked = run, rescaling, asked
         self.text, self.sample = text, sample
-        self._unfinished = unfinished
+        self._unfinished, self._stopping = unfinished, stopping
         self._scorers: dict[int, Scorer] = {}
         self._fixed: dict[int, Scores] = {}
 
@@ -71,11 +71,6 @@ class Subject:
 
     def score(self, protocol: Protocol, length: int) -> tuple[Scores, EvaluationWindows]:
         """Raises ValueError where the text or the model cannot serve the length."""
-        if length > self.text.longest:
-            raise ValueError(
-                f"no text of the split has more than {self.text.longest} targets, fewer than one "
-                "window"
-            )
         windows = protocol.windows(self.text, length, self.sample, self._bos)
         if protocol == FIXED:
             return self.fixed(length), windows
@@ -84,7 +79,7 @@ class Subject:
     def fixed(self, length: int) -> Scores:
         """Of the sampled targets with exactly so much context; kept, as several ask for it."""
         if length not in self._fixed:
-            windows = fixed_context_windows(self.sample, length, self._bos)
+            windows = FIXED.windows(self.text, length, self.sample, self._bos)
             self._fixed[length] = self._score(windows, "fixed")
         return self._fixed[length]
 
@@ -110,7 +105,6 @@ class Subject:
             "text": self.text.digest,
             "targets": hashlib.sha256(windows.targets.data).hexdigest(),
             "windows": [what, length, self.asked.documents, self.asked.bos],
-            "commit": provenance()["commit"],
         }
         kept = self._unfinished.load(identity, int(windows.num_scored.sum()))
         scores = self._scorers[length](
@@ -120,6 +114,7 @@ class Subject:
             f"{run.workdir.name} {what} at {length}",
             kept,
             lambda losses: self._unfinished.save(identity, losses),
+            self._stopping,
         )
         self._unfinished.save(identity, scores.nll)
         return scores
@@ -140,7 +135,9 @@ def evaluate_run(
     rows: list[dict[str, Any]] = []
     curves: dict[str, Any] = {}
     # Losses of the sampled targets, by length.
+    sample = subject.sample.targets
     nonoverlapping: dict[int, np.ndarray] = {}
+    contexts: dict[int, np.ndarray] = {}
     fixed: dict[int, np.ndarray] = {}
     for protocol in asked.protocols:
         for length in lengths:
@@ -153,7 +150,7 @@ def evaluate_run(
             rows.append(row)
             try:
                 scores, windows = subject.score(protocol, length)
-                row |= numbers(scores, text, asked.seed)
+                row |= numbers(scores, text, asked.seed, sampled=protocol == FIXED)
             except _REFUSALS as error:
                 row["error"] = _first_line(error)
                 continue
@@ -162,7 +159,9 @@ def evaluate_run(
                 fixed[length] = scores.nll
             if protocol.name == "nonoverlapping":
                 curves[str(length)] = position_curve(scores)
-                nonoverlapping[length] = scores.nll[np.searchsorted(scores.targets, subject.sample)]
+                among_all = np.searchsorted(scores.targets, sample)
+                nonoverlapping[length] = scores.nll[among_all]
+                contexts[length] = scores.contexts[among_all]
     base = run.config.train.length
     both = sorted(nonoverlapping.keys() & fixed.keys())
     return {
@@ -180,9 +179,10 @@ def evaluate_run(
         "early_token": early_token(rows),
         "decomposition": decompose(
             nonoverlapping,
+            contexts,
             fixed,
             base if base in both else both[0],
-            clusters(subject.sample, text.starts, asked.seed),
+            clusters(sample, text.starts, asked.seed),
         )
         if both
         else None,
@@ -209,7 +209,7 @@ def _gain(subject: Subject, lengths: list[int], judge: Subject) -> dict[str, Any
     long = max(lengths, default=0)
     if short == long:
         return None
-    text, sample = subject.text, subject.sample
+    text, sample = subject.text, subject.sample.targets
     before, after = subject.fixed(short).nll, subject.fixed(long).nll
     report: dict[str, Any] = {"short": short, "long": long}
     report |= gain_report(before, after, clusters(sample, text.starts, subject.asked.seed))
@@ -226,15 +226,20 @@ def _gain(subject: Subject, lengths: list[int], judge: Subject) -> dict[str, Any
 
 def _passage(subject: Subject, short: int, long: int) -> dict[str, Any] | None:
     """Around the middle of the sample: the same for all runs, chosen for nothing that they say."""
-    text, middle = subject.text, subject.sample[len(subject.sample) // 2]
+    text, sample = subject.text, subject.sample.targets
+    middle = sample[len(sample) // 2]
     after = np.searchsorted(text.bounds, middle, side="right")
     start, stop = text.bounds[after - 1], text.bounds[after]
     first = max(start + long, min(middle, stop - subject.asked.passage))
     targets = np.arange(first, min(first + subject.asked.passage, stop))
     if not len(targets):
         return None
-    return passage(text, targets, subject.given(targets, short), subject.given(targets, long))
+    try:
+        losses = [subject.given(targets, length) for length in (short, long)]
+    except _REFUSALS as error:
+        return {"error": _first_line(error)}
+    return passage(text, targets, *losses)
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

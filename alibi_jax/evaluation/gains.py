@@ -54,6 +54,8 @@ def key_targets(
     equations 5 to 7).
     """
     rise = short.astype(np.float64) - long
+    if not np.isfinite(rise).all():
+        raise ValueError("the judge's losses are no numbers")
     return (rise > ALPHA) & (-long > BETA)
 
 
@@ -76,10 +78,12 @@ def largest_gains(
     short: Float[np.ndarray, "M"],
     long: Float[np.ndarray, "M"],
 ) -> list[dict[str, Any]]:
-    """The targets that gained most, each with the text around it."""
+    """The targets that gained most, if any did, each with the text around it."""
     found = []
     for i in np.argsort(long - short, kind="stable")[:_LARGEST]:
         target, before, after = int(targets[i]), float(short[i]), float(long[i])
+        if after >= before:
+            break
         found.append(
             {
                 "target": target,

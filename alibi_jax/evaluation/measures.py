@@ -13,10 +13,11 @@ from alibi_jax.scoring import Scores
 _LARGEST_NLL = 700.0
 
 
-def numbers(scores: Scores, text: Text, seed: int) -> dict[str, Any]:
+def numbers(scores: Scores, text: Text, seed: int, *, sampled: bool) -> dict[str, Any]:
     """What a row says of its targets: sums and counts, each divided once, in float64.
 
-    Raises ValueError where the losses are no numbers, or none that could be written down.
+    Of `sampled` targets there is no loss a word: words are not sampled whole. Raises ValueError
+    where the losses are no numbers, or none that could be written down.
     """
     total, mean = scores.total_nll, scores.mean_nll
     if not mean < _LARGEST_NLL:
@@ -30,7 +31,7 @@ def numbers(scores: Scores, text: Text, seed: int) -> dict[str, Any]:
         "nll_low": estimate["low"],
         "nll_high": estimate["high"],
         "perplexity": math.exp(mean),
-        "word_perplexity": _perplexity(total, words),
+        "word_perplexity": None if sampled else _perplexity(total, words),
         "bits_per_byte": total / (math.log(2) * num_bytes) if num_bytes else None,
         "targets": len(scores.targets),
         "words": words,
@@ -39,7 +40,7 @@ def numbers(scores: Scores, text: Text, seed: int) -> dict[str, Any]:
         "mean_context": float(scores.contexts.mean()),
         "largest_context": int(scores.contexts.max()),
         "resampled": str(groups),
-        "seconds": scores.seconds,
+        "seconds": None if scores.resumed else scores.seconds,
         "compile_seconds": scores.compile_seconds,
     }
 

@@ -4,11 +4,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
-from jaxtyping import Int64
-
 from alibi_jax.data.windows import EvaluationWindows, evaluation_windows, fixed_context_windows
-from alibi_jax.evaluation.texts import Text
+from alibi_jax.evaluation.texts import Sample, Text
 
 NAMES = ("nonoverlapping", "sliding:STRIDE", "fixed")
 
@@ -35,11 +32,20 @@ class Protocol:
         return {"nonoverlapping": length, "fixed": 1}.get(self.name) or self.stride or length
 
     def windows(
-        self, text: Text, length: int, sample: Int64[np.ndarray, "M"], bos: int | None
+        self, text: Text, length: int, sample: Sample, bos: int | None
     ) -> EvaluationWindows:
-        """The windows; `sample` are the targets of `fixed`."""
+        """The windows; `sample` is of `fixed`. Raises ValueError where there are none."""
+        if length > text.longest:
+            raise ValueError(
+                f"no text of the split has more than {text.longest} targets, fewer than one window"
+            )
         if self.name == "fixed":
-            return fixed_context_windows(sample, length, bos)
+            if length > sample.longest:
+                raise ValueError(
+                    f"too few targets of the split stand in whole windows of {length} tokens after "
+                    "a text's first, from which those of fixed context are drawn"
+                )
+            return fixed_context_windows(sample.targets, length, bos)
         return evaluation_windows(text.bounds, length, self.stride_at(length), bos)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import os
 import pathlib
 from typing import Any
 
@@ -50,7 +51,7 @@ def find_workdirs(patterns: list[str]) -> list[pathlib.Path]:
                 "that train.py wrote"
             )
         found += runs
-    return list(dict.fromkeys(found))
+    return list({os.path.abspath(path): path for path in reversed(found)}.values())[::-1]
 
 
 def load_run(workdir: pathlib.Path, step: int | None = None) -> Run:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,18 @@ from jaxtyping import Int64, Integer
 from alibi_jax.config import Data
 from alibi_jax.data.streams import document_starts, token_stream
 from alibi_jax.data.tokenizers import Tokenizer
-from alibi_jax.data.windows import sample_targets
+from alibi_jax.data.windows import num_eligible, sample_targets
+
+# With fewer targets than this that could be given it, a length is no part of a sample.
+_ENOUGH = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Targets, by their indices in the stream, and the most context that each can be given."""
+
+    targets: Int64[np.ndarray, "M"]
+    longest: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +61,13 @@ class Text:
             "bytes": int(self.num_bytes.sum()),
         }
 
-    def sample(self, lengths: list[int], count: int, seed: int) -> Int64[np.ndarray, "M"]:
-        """Targets that can be given each of those lengths of context that any target can."""
-        context = max((length for length in lengths if length <= self.longest), default=1)
-        return sample_targets(self.bounds, context, count, seed)
+    def sample(self, lengths: Sequence[int], count: int, seed: int) -> "Sample":
+        """Targets that can be given each of those lengths of context that enough targets can."""
+        enough = min(count, _ENOUGH)
+        served = [n for n in lengths if num_eligible(self.bounds, n).sum() >= enough]
+        if not served:
+            return Sample(np.zeros(0, np.int64), 0)
+        return Sample(sample_targets(self.bounds, max(served), count, seed), max(served))
 
 
 def read_text(config: Data, split: str, tokenizer: Tokenizer, documents: bool) -> Text:

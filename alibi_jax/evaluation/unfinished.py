@@ -1,11 +1,11 @@
 """Losses of an evaluation that was broken off, kept so that the same command goes on from there."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -13,12 +13,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Float32
 
+import alibi_jax
+
 
 class Unfinished:
     """A folder of losses, each file under what determines them; process 0 reads and writes it."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder
+        # Those of this evaluation: another one's may lie beside them.
+        self._own: set[pathlib.Path] = set()
 
     def load(self, identity: dict[str, Any], count: int) -> Float32[np.ndarray, "M"]:
         """The losses so far, the same in all processes, NaN where there is none yet."""
@@ -45,10 +49,25 @@ class Unfinished:
             os.replace(fresh, path)
 
     def discard(self) -> None:
-        """Forgets everything: the evaluation is done."""
+        """Forgets the losses of this evaluation: it is done."""
         if jax.process_index() == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for path in self._own:
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
 
     def _path(self, identity: dict[str, Any]) -> pathlib.Path:
-        text = json.dumps(identity, sort_keys=True)
-        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.npy"
+        text = json.dumps(identity | {"code": _code()}, sort_keys=True)
+        path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.npy"
+        self._own.add(path)
+        return path
+
+
+@functools.cache
+def _code() -> str:
+    """Of the package's source, whether it is committed or not: other code may give other losses."""
+    digest = hashlib.sha256(jax.__version__.encode())
+    root = pathlib.Path(alibi_jax.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
