@@ -1,5 +1,6 @@
 """Results as an evaluation writes them, made up: the numbers are plausible, no model gave them."""
 
+import copy
 import math
 
 import numpy as np
@@ -31,6 +32,10 @@ CORPUS = {
     "words": 83_000,
     "bytes": 504_682,
 }
+
+
+# Of a row with numbers.
+MAY_BE_MISSING = ("nll_low", "nll_high", "word_perplexity", "bits_per_byte", "seconds")
 
 
 def interval(value, half):
@@ -136,6 +141,9 @@ def decomposition(windows, fixed, half=0.003):
                 "curse": interval(curse, half),
                 "gain": interval(windows[base] - windows[length], still),
                 "early_tokens": interval(windows[base] - fixed[base] - curse, still),
+                "smallest_context": 1,
+                "mean_context": (length + 1) / 2,
+                "largest_context": length,
                 "context": interval(fixed[base] - fixed[length], still),
             }
         )
@@ -243,7 +251,12 @@ def gain(rng, short, long, fixed):
             "perplexity": 2.3125,
         },
         "largest": [
-            {"target": 1000 + 37 * number, "before": TEXT[:number] + "before, ", **piece}
+            {
+                "target": 1000 + 37 * number,
+                "before": TEXT[:number] + "before, ",
+                "after": " after",
+                **piece,
+            }
             for number, piece in enumerate(largest)
         ],
         "passage": {"first": 1234, "pieces": [piece(character) for character in 6 * TEXT]},
@@ -269,12 +282,38 @@ def results(runs):
         "version": 2,
         **provenance("eval.py --workdir=runs/alibi"),
         "asked": {
+            "lengths": list(LENGTHS),
+            "protocols": ["nonoverlapping", "sliding:64", "fixed"],
+            "rescalings": ["none"],
+            "attention": 8,
+            "judge": None,
             "split": "validation",
+            "step": None,
             "documents": False,
             "bos": False,
             "targets": 512,
+            "passage": 2000,
             "seed": 0,
+            "batch_tokens": 65_536,
             "confidence": 0.95,
         },
         "runs": runs,
     }
+
+
+def least(run):
+    """The same run, without all that may be missing."""
+    run = copy.deepcopy(run)
+    for row in run["rows"]:
+        if "error" not in row:
+            row |= dict.fromkeys(MAY_BE_MISSING)
+    parts, gain = run["decomposition"], run["gain"]
+    for entry in parts["lengths"]:
+        for part in ("nonoverlapping", "fixed", "curse", "gain", "early_tokens", "context"):
+            entry[part] |= {"low": None, "high": None}
+    gain["nats"] |= {"low": None, "high": None}
+    gain["long_ppl"] = {"judge": "runs/judge", "error": "no checkpoint"}
+    gain["passage"] = {"error": "the split is shorter"}
+    gain["largest"] = []
+    gain["concentration"] = []
+    return run

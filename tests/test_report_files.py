@@ -10,7 +10,7 @@ import pytest
 from made_up import bare_row, bare_run
 
 from alibi_jax import report
-from alibi_jax.report import files
+from alibi_jax.report import figures, files
 from alibi_jax.report.tidy import COLUMNS
 
 FIGURES = ["extrapolation", "extrapolation_sliding", "extrapolation_fixed"]
@@ -36,8 +36,8 @@ def test_what_is_written_appears_whole(written, tmp_path):
     results, _ = written
     folder = tmp_path / "deep" / "eval"
     paths = report.write(results, folder)
-    figures = [f"{name}.{suffix}" for name in FIGURES for suffix in ("png", "svg")]
-    names = ["results.json", "results.csv", *figures, "report.html"]
+    drawn = [f"{name}.{suffix}" for name in FIGURES for suffix in ("png", "svg")]
+    names = ["results.json", "results.csv", *drawn, "report.html"]
     assert [path.name for path in paths] == names
     # No temporary file is left.
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
@@ -174,3 +174,41 @@ def test_what_renders_needs_no_jax():
             assert not re.search(
                 r"^\s*(import|from) (jax|flax|alibi_jax(?!\.report))", path.read_text()
             )
+
+
+def test_what_may_be_missing_is_left_out(tmp_path):
+    results = made_up.results([made_up.least(made_up.run(name)) for name in ("alibi", "rotary")])
+    results["asked"] = dict.fromkeys(results["asked"])
+    report.write(results, tmp_path)
+    assert "LongPPL has no number: no checkpoint." in report.table(results)
+    frame = pandas.read_csv(tmp_path / "results.csv")
+    assert not set(made_up.MAY_BE_MISSING) & set(frame.quantity)
+    assert frame.low.isna().all()
+    errors = set(frame.error.dropna())
+    assert errors == {"LongPPL: no checkpoint", "passage: the split is shorter"}
+
+
+def test_figures_of_an_earlier_evaluation_are_removed(bare, tmp_path):
+    report.write(made_up.results(1), tmp_path)
+    (tmp_path / "mine.png").write_bytes(b"")
+    names = [path.name for path in report.write(bare, tmp_path)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "mine.png"])
+
+
+def test_a_page_that_fails_leaves_the_old_figures(bare, tmp_path, monkeypatch):
+    report.write(made_up.results(1), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(results, figures):
+        raise ValueError("cannot be rendered")
+
+    monkeypatch.setattr(files, "page", fail)
+    with pytest.raises(ValueError, match="rendered"):
+        report.write(bare, tmp_path)
+    changed = {name for name, old in before.items() if (tmp_path / name).read_bytes() != old}
+    assert changed == {"results.json", "results.csv"}
+
+
+def test_the_figures_have_their_known_names():
+    assert sorted(figures.NAMES) == sorted(FIGURES)
+    assert set(figures.draw(made_up.results(1))) == set(figures.NAMES)

@@ -175,3 +175,80 @@ def test_what_was_not_measured_has_no_section():
 def test_tables_scroll_in_boxes_of_their_own(written):
     _, html, _ = written
     assert html.count("<table>") == len(re.findall(r'<div class="scroll">\s*<table>', html)) > 3
+
+
+def text_of(results):
+    _, parsed = made(results)
+    return " ".join(" ".join(parsed.text).split())
+
+
+def test_what_may_be_missing_is_a_dash_or_left_out():
+    results = made_up.results([made_up.least(made_up.run("alibi"))])
+    results["asked"] |= {"confidence": None, "passage": None}
+    html, parsed = made(results)
+    text = " ".join(parsed.text)
+    assert "None" not in text
+    assert "largest gain" not in text
+    assert "No passage: the split is shorter" in text
+    assert "<td>—</td><td>—</td>" in html
+    assert "bootstrap intervals: those of gains" in " ".join(text.split())
+
+
+def test_each_resampling_is_a_limit():
+    runs = made_up.results(2)["runs"]
+    for row in runs[1]["rows"]:
+        row["resampled"] = "40 blocks of text"
+    runs[0]["decomposition"]["resampled"] = "9 documents"
+    assert (
+        "those of perplexities resample 12 documents and 40 blocks of text, those of gains and "
+        "their parts 9 documents and 12 documents." in text_of(made_up.results(runs))
+    )
+
+
+def test_bold_compares_the_same_tokens_only():
+    runs = [bare_run(name, [bare_row(128, ppl)]) for name, ppl in (("alibi", 4.5), ("none", 4.0))]
+    runs.append(bare_run("rotary", [bare_row(128, 3.0)]))
+    runs[2]["config"]["data"] = {"tokenizer": "bpe"}
+    html, _ = made(made_up.results(runs))
+    assert re.findall(r"<b>([\d.]+)</b>", html) == ["4.000"]
+    assert "among runs of one text and tokenizer" in html
+
+
+def test_windows_of_attention_are_counted_once_where_alike():
+    run = made_up.run("alibi")
+    assert "Over 8 windows of each length." in text_of(made_up.results([run]))
+    run["attention"] = run["attention"][:2]
+    run["attention"][1]["windows"] = 1
+    assert "Over 8 windows of 128 tokens and 1 window of 256 tokens." in text_of(
+        made_up.results([run])
+    )
+
+
+def test_a_length_below_the_base_has_no_part_of_a_gain():
+    run = made_up.run("alibi")
+    run["decomposition"]["base"] = 1024
+    html, _ = made(made_up.results([run]))
+    section = html[html.index('id="gain"') : html.index('id="tokens"')]
+    assert re.findall(r"</th><td>([\d,]+)", section) == ["1,024", "2,048", "4,096"]
+    assert "A negative curse means" in section
+
+
+@pytest.mark.parametrize(("count", "title"), [(1, "The largest gain"), (3, "The 3 largest gains")])
+def test_the_largest_gains_are_as_many_as_there_are(count, title):
+    run = made_up.run("alibi")
+    run["gain"]["largest"] = run["gain"]["largest"][:count]
+    html, _ = made(made_up.results([run]))
+    assert f"<summary>{title}</summary>" in html
+    assert "</mark> after</span>" in html
+
+
+def test_the_page_leads_to_each_run():
+    assert 'href="#reading"' in made(made_up.results(2))[0]
+    assert 'href="#reading"' not in made(made_up.results(1))[0]
+
+
+def test_figures_scroll_and_print_opens_nothing(written):
+    _, html, _ = written
+    assert html.count('<div class="scroll"><svg') == 6
+    assert "details-content" not in html
+    assert '<span class="screen"> Hover over a token' in html

@@ -25,7 +25,7 @@ def test_the_table_has_a_line_a_run_and_protocol(six):
     assert body[3] == ["runs/learned", "learned", "128", "nonoverlapping", "6.500", "—", "—"]
     assert lines[10] == "* the lowest of its protocol and length"
     assert lines[11:14] == [
-        f"runs/learned, nonoverlapping at {n}: no embedding, for a length of {n}"
+        f"runs/learned, nonoverlapping at {n:,}: no embedding, for a length of {n}"
         for n in (256, 1024)
     ] + [""]
 
@@ -109,3 +109,39 @@ def test_each_run_is_read_out_below_the_tables():
     sentences = table(made_up.results(2)).split("\n\n")[2:]
     assert [text.partition(":")[0] for text in sentences] == ["runs/alibi", "runs/rotary"]
     assert all(len(line) <= 100 for text in sentences for line in text.splitlines())
+
+
+def test_runs_of_other_tokens_are_marked_among_themselves():
+    runs = [bare_run(name, [bare_row(128, ppl)]) for name, ppl in (("alibi", 4.5), ("none", 4.0))]
+    runs += [bare_run("rotary", [bare_row(128, 9.0)]), bare_run("t5", [bare_row(128, 8.0)])]
+    for run in runs[2:]:
+        run["corpus"] = run["corpus"] | {"tokens": 250_000}
+    lines = table(made_up.results(runs)).splitlines()
+    assert [line.split()[4] for line in lines[3:7]] == ["4.500", "4.000*", "9.000", "8.000*"]
+    assert lines[7] == (
+        "* the lowest of its protocol and length among runs of one text and tokenizer"
+    )
+    alone = table(made_up.results(runs[1:3]))
+    assert "*" not in alone
+
+
+def test_attention_without_a_number_is_a_note():
+    run = bare_run("alibi", [bare_row(128, 4.5)])
+    run["attention"] = [{"length": 1024, "error": "no memory"}]
+    assert "runs/alibi, attention at 1,024: no memory" in table(made_up.results([run]))
+
+
+def test_a_context_that_hurts_is_noted_below_the_parts():
+    run = made_up.run("rotary")
+    assert "a context that hurts" not in table(made_up.results([run]))
+    run["decomposition"]["lengths"][-1]["curse"] = made_up.interval(-0.5, 0.1)
+    lines = table(made_up.results([run])).split("\n\n")[1].splitlines()
+    assert lines[-1] == (
+        "runs/rotary at 4,096: not of early tokens, windows spare most targets a context that hurts"
+    )
+
+
+def test_a_length_below_the_base_has_no_line():
+    run = made_up.run("alibi")
+    run["decomposition"]["base"] = 4096
+    assert "gain from longer inputs" not in table(made_up.results([run]))

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from alibi_jax.report.figures import draw
+from alibi_jax.report.figures import NAMES, draw
 from alibi_jax.report.html import page
 from alibi_jax.report.tidy import COLUMNS, tidy
 
 
 def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes results.json, results.csv, the figures and report.html; each appears whole."""
+    """Writes results.json, results.csv, the figures and report.html; each appears whole.
+
+    Figures of an earlier evaluation in the folder that this one does not have are removed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     written = [
         _whole(
@@ -23,12 +26,15 @@ def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
         ),
         _whole(folder / "results.csv", lambda path: _write_csv(results, path)),
     ]
-    # The numbers are on disk before anything is drawn.
+    # The numbers are on disk before anything is drawn, all is drawn before a figure is replaced.
     figures = draw(results)
+    html = page(results, figures)
     for name, figure in figures.items():
         for suffix in ("png", "svg"):
             written.append(_whole(folder / f"{name}.{suffix}", partial(figure.savefig, dpi=160)))
-    html = page(results, figures)
+    for name in set(NAMES) - set(figures):
+        for suffix in ("png", "svg"):
+            (folder / f"{name}.{suffix}").unlink(missing_ok=True)
     return [
         *written,
         _whole(folder / "report.html", lambda path: path.write_text(html, encoding="utf-8")),

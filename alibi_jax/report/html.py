@@ -12,7 +12,11 @@ from matplotlib.figure import Figure
 
 from alibi_jax.report.names import (
     Entry,
+    alike,
     bounds,
+    counted,
+    errors,
+    listed,
     lowest,
     nats,
     percent,
@@ -48,7 +52,8 @@ _CAPTIONS = {
         "What is the gain from longer inputs made of?",
         "Bars above 0 lower the loss, bars below raise it. The hatched part comes from fewer "
         "targets early in their window, the plain part from longer context. The diamond is both "
-        "together, with its interval.",
+        "together, with its interval. Where the early token curse is negative, windows spare most "
+        "targets a context that hurts: the hatched part is then what they hide of that.",
     ),
     "position_curve": (
         "How much does a target lose that sees little of its window?",
@@ -72,8 +77,10 @@ def page(results: dict[str, Any], figures: dict[str, Figure]) -> str:
     environment.filters |= {
         "bounds": bounds,
         "count": lambda number: f"{number:,}",
+        "counted": counted,
         "exp": math.exp,
         "nats": nats,
+        "listed": listed,
         "percent": percent,
         "protocol_name": protocol_name,
         "significant": significant,
@@ -82,7 +89,9 @@ def page(results: dict[str, Any], figures: dict[str, Figure]) -> str:
     runs = results["runs"]
     return environment.from_string(text).render(
         results=results,
-        asked=results.get("asked", {}),
+        asked=_asked(results),
+        confidence=f"{100 * (results.get('asked', {}).get('confidence') or 0.95):g} %",
+        mixed=any(alike(runs, run) != runs for run in runs),
         summary=summary(results),
         runs=[_shown(run, name) for run, name in zip(runs, run_names(runs))],
         protocols=_protocols(runs),
@@ -90,11 +99,7 @@ def page(results: dict[str, Any], figures: dict[str, Figure]) -> str:
             (name, *_CAPTIONS[name], inline_svg(figure, name, _CAPTIONS[name][0]))
             for name, figure in figures.items()
         ],
-        limits=dict.fromkeys(
-            (run["decomposition"]["targets"], run["decomposition"]["resampled"])
-            for run in runs
-            if run.get("decomposition")
-        ),
+        limits=_limits(runs),
         shades=_SHADES,
         shade=lambda gain, scale: round(max(-1.0, min(1.0, gain / scale)) * _SHADES),
     )
@@ -124,7 +129,7 @@ def _shown(run: Entry, name: str) -> Entry:
         "steps": steps(run),
         "curve": _curve(run),
         "attention": _attention(run),
-        "errors": _errors(run),
+        "errors": errors(run),
         "gain": run.get("gain"),
         "scale": _scale(run),
         "corpus": run.get("corpus"),
@@ -132,7 +137,7 @@ def _shown(run: Entry, name: str) -> Entry:
 
 
 def _protocols(runs: list[Entry]) -> list[Entry]:
-    """A table for each protocol: a line a run, in it a row of results, or None, for each length."""
+    """A table for each protocol: a line a run, in it a row, or None, and the lowest by length."""
     best = lowest(runs)
     tables = []
     for protocol in dict.fromkeys(protocol_name(row) for run in runs for row in run["rows"]):
@@ -145,9 +150,11 @@ def _protocols(runs: list[Entry]) -> list[Entry]:
             {
                 "name": protocol,
                 "lengths": lengths,
-                "best": [best.get((protocol, length)) for length in lengths],
                 "lines": [
-                    (number, [rows.get(length) for length in lengths])
+                    (
+                        number,
+                        [(rows.get(x), best[number].get((protocol, x))) for x in lengths],
+                    )
                     for number, rows in enumerate(by_run)
                     if rows
                 ],
@@ -166,7 +173,7 @@ def _attention(run: Entry) -> Entry:
     ]
     return {
         "lengths": [entry["length"] for entry in measured],
-        "windows": [entry["windows"] for entry in measured],
+        "windows": _windows(measured),
         "measures": {
             measure: [
                 (
@@ -199,23 +206,46 @@ def _curve(run: Entry) -> Entry:
     }
 
 
-def _errors(run: Entry) -> list[str]:
-    rows = [
-        f"{protocol_name(row)} at {row['length']:,}: {row['error']}"
-        for row in run["rows"]
-        if "error" in row
-    ]
-    return rows + [
-        f"attention at {entry['length']:,}: {entry['error']}"
-        for entry in run.get("attention", [])
-        if "error" in entry
-    ]
+def _windows(measured: list[Entry]) -> str:
+    counts = {entry["windows"] for entry in measured}
+    if len(counts) == 1:
+        return f"{counted(counts.pop(), 'window')} of each length"
+    return listed(
+        [
+            f"{counted(entry['windows'], 'window')} of {entry['length']:,} tokens"
+            for entry in measured
+        ]
+    )
+
+
+def _asked(results: Entry) -> dict[str, str]:
+    """What was asked for, as it reads; what was not is left out."""
+    return {
+        name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+        for name, value in results.get("asked", {}).items()
+        if value is not None
+    }
+
+
+def _limits(runs: list[Entry]) -> dict[str, list[Any]]:
+    """How many targets gains are of, and what each interval resamples, each once."""
+    parts = [run["decomposition"] for run in runs if run.get("decomposition")]
+    rows = [row for run in runs for row in run["rows"] if "error" not in row]
+    return {
+        "targets": list(dict.fromkeys(part["targets"] for part in parts)),
+        "perplexities": _resampled([row for row in rows if row.get("nll_low") is not None]),
+        "gains": _resampled(parts),
+    }
+
+
+def _resampled(entries: list[Entry]) -> list[str]:
+    return list(dict.fromkeys(entry["resampled"] for entry in entries if entry["resampled"]))
 
 
 def _scale(run: Entry) -> float:
     """The gain of a token that gets the strongest colour: 19 of 20 in the passage are less."""
     passage = (run.get("gain") or {}).get("passage")
-    if not passage:
+    if not passage or "error" in passage:
         return 1.0
     sizes = sorted(abs(piece["gain"]) for piece in passage["pieces"])
     return max(sizes[int(0.95 * (len(sizes) - 1))], 0.01)

@@ -27,7 +27,7 @@ def run_names(runs: Sequence[Entry]) -> list[str]:
             folders = [run["workdir"] for run in runs]
         names = [f"{name} ({folder})" for name, folder in zip(names, folders)]
     if len({run["train_length"] for run in runs}) > 1:
-        names = [f"{name}, trained at {run['train_length']}" for name, run in zip(names, runs)]
+        names = [f"{name} trained at {run['train_length']}" for name, run in zip(names, runs)]
     return names
 
 
@@ -36,42 +36,90 @@ def protocol_name(row: Entry) -> str:
     return f"sliding:{row['stride']}" if row["protocol"] == "sliding" else row["protocol"]
 
 
-def lowest(runs: Sequence[Entry]) -> dict[tuple[str, int], float]:
-    """The lowest perplexity for each protocol and length; empty for one run alone."""
-    best: dict[tuple[str, int], float] = {}
-    for run in runs if len(runs) > 1 else ():
-        for row in run["rows"]:
-            if "error" not in row:
-                column = (protocol_name(row), row["length"])
-                best[column] = min(best.get(column, math.inf), row["perplexity"])
-    return best
+def lowest(runs: Sequence[Entry]) -> list[dict[tuple[str, int], float]]:
+    """For each run, the lowest perplexities by protocol and length of the runs it compares with.
+
+    Perplexities per token compare on the same tokens only. Empty where no other run has them.
+    """
+    tables = []
+    for group in (alike(runs, run) for run in runs):
+        best: dict[tuple[str, int], float] = {}
+        for run in group if len(group) > 1 else ():
+            for row in run["rows"]:
+                if "error" not in row:
+                    column = (protocol_name(row), row["length"])
+                    best[column] = min(best.get(column, math.inf), row["perplexity"])
+        tables.append(best)
+    return tables
+
+
+def alike(runs: Sequence[Entry], run: Entry) -> list[Entry]:
+    """The runs of the same text and tokenizer as this one, itself among them."""
+    return [other for other in runs if _tokens(other) == _tokens(run)]
+
+
+def _tokens(run: Entry) -> tuple[Any, ...]:
+    corpus = run.get("corpus") or {}
+    tokenizer = run.get("config", {}).get("data", {}).get("tokenizer")
+    return (*(corpus.get(key) for key in ("dataset", "split", "tokens", "bytes")), tokenizer)
 
 
 def steps(run: Entry) -> list[Entry]:
-    """What the decomposition says of each length but the base, by length."""
+    """What the decomposition says of each length greater than the base, by length."""
     parts = run.get("decomposition")
     if parts is None:
         return []
     return sorted(
-        (entry for entry in parts["lengths"] if entry["length"] != parts["base"]),
+        (entry for entry in parts["lengths"] if entry["length"] > parts["base"]),
         key=lambda entry: entry["length"],
     )
 
 
-def nats(value: float) -> str:
-    """Four decimals, a true minus sign, no negative zero."""
+def errors(run: Entry) -> list[str]:
+    """What has no number, and why."""
+    found = [(f"{protocol_name(row)} at {row['length']:,}", row) for row in run["rows"]] + [
+        (f"attention at {entry['length']:,}", entry) for entry in run.get("attention", [])
+    ]
+    found.append(("passage", (run.get("gain") or {}).get("passage") or {}))
+    return [f"{what}: {entry['error']}" for what, entry in found if "error" in entry]
+
+
+def is_noise(part: Entry) -> bool:
+    """Whether the interval has 0 in it."""
+    return has_interval(part) and part["low"] <= 0 <= part["high"]
+
+
+def has_interval(part: Entry) -> bool:
+    """Whether both ends were measured."""
+    return part["low"] is not None and part["high"] is not None
+
+
+def breaks_down(entry: Entry) -> bool:
+    """Whether a length's whole context is worse than what its windows show: F(L) > N(L).
+
+    Then what windows save is not of early tokens: they spare most targets a context that hurts.
+    """
+    return entry["curse"]["nats"] < 0 and not is_noise(entry["curse"])
+
+
+def nats(value: float | None) -> str:
+    """Four decimals, a true minus sign, no negative zero; a dash for no number."""
+    if value is None:
+        return "—"
     return f"{value:z.4f}".replace("-", "−")
 
 
 def bounds(interval: Entry) -> str:
     """An interval in brackets, as it follows its number; empty where there is none."""
-    if interval["low"] is None:
+    if not has_interval(interval):
         return ""
     return f" [{nats(interval['low'])}, {nats(interval['high'])}]"
 
 
-def significant(value: float) -> str:
-    """Four significant digits, or all before the point: 4.532, 19.73, 48,210."""
+def significant(value: float | None) -> str:
+    """Four significant digits, or all before the point: 4.532, 19.73, 48,210; or a dash."""
+    if value is None:
+        return "—"
     decimals = max(0, 3 - math.floor(math.log10(value)))
     return f"{value:,.{decimals}f}"
 
@@ -79,3 +127,13 @@ def significant(value: float) -> str:
 def percent(share: float) -> str:
     """A share as a whole percentage."""
     return f"{100 * share:.0f} %"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 document`, `12 documents`."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def listed(items: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))

@@ -5,7 +5,10 @@ from typing import Any
 
 from alibi_jax.report.names import (
     Entry,
+    alike,
     bounds,
+    breaks_down,
+    errors,
     label,
     lowest,
     nats,
@@ -16,6 +19,7 @@ from alibi_jax.report.names import (
 from alibi_jax.report.words import reading
 
 _WIDTH = 100
+_AMONG = " among runs of one text and tokenizer"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -27,21 +31,17 @@ def table(results: dict[str, Any]) -> str:
 
 def _perplexities(runs: list[Entry]) -> str:
     """One line a run and protocol, one column a length, * at the lowest of each column."""
-    rows = [(run, row) for run in runs for row in run["rows"]]
-    lengths = sorted({row["length"] for _, row in rows})
+    tables = lowest(runs)
+    rows = [(run, row, best) for run, best in zip(runs, tables) for row in run["rows"]]
+    lengths = sorted({row["length"] for _, row, _ in rows})
     header = ["run", "position", "trained at", "protocol", *(f"{length}" for length in lengths)]
-    best = lowest(runs)
     lines: dict[tuple[str, ...], dict[int, str]] = {}
-    notes = []
-    for run, row in rows:
+    for run, row, best in rows:
         protocol = protocol_name(row)
         name = (run["workdir"], label(run), str(run["train_length"]), protocol)
         cells = lines.setdefault(name, {})
         if "error" in row:
             cells[row["length"]] = "—"
-            notes.append(
-                f"{run['workdir']}{suffix(run)}, {protocol} at {row['length']}: {row['error']}"
-            )
         else:
             is_best = row["perplexity"] == best.get((protocol, row["length"]))
             cells[row["length"]] = f"{row['perplexity']:.3f}" + "*" * is_best
@@ -49,8 +49,10 @@ def _perplexities(runs: list[Entry]) -> str:
         [*name, *(cells.get(length, "") for length in lengths)] for name, cells in lines.items()
     ]
     split = ", ".join(sorted({run["split"] for run in runs}))
-    if best:
-        notes.insert(0, "* the lowest of its protocol and length")
+    notes = [f"{run['workdir']}{suffix(run)}, {error}" for run in runs for error in errors(run)]
+    if any(tables):
+        among = "" if all(alike(runs, run) == runs for run in runs) else _AMONG
+        notes.insert(0, f"* the lowest of its protocol and length{among}")
     return "\n".join([f"perplexity per token, {split} split", *_aligned(header, body), *notes])
 
 
@@ -74,10 +76,18 @@ def _decompositions(results: dict[str, Any]) -> str:
     ]
     if not body:
         return ""
+    hurt = [
+        f"{run['workdir']}{suffix(run)} at {step['length']:,}: not of early tokens, windows spare "
+        "most targets a context that hurts"
+        for run in results["runs"]
+        for step in steps(run)
+        if breaks_down(step)
+    ]
     return "\n".join(
         ["gain from longer inputs = by fewer early tokens + by longer context, in nats a token"]
         + ["(in brackets: the interval of each)"] * any("[" in line[4] for line in body)
         + _aligned(header, body, names=2)
+        + hurt
     )
 
 

@@ -66,7 +66,7 @@ def _rows(run: Entry) -> Iterator[Entry]:
             continue
         about["targets"] = row["targets"]
         for quantity, unit in _ROW.items():
-            if quantity in row:
+            if row.get(quantity) is not None:
                 yield (
                     about
                     | {"quantity": quantity, "value": row[quantity], "unit": unit}
@@ -75,7 +75,7 @@ def _rows(run: Entry) -> Iterator[Entry]:
 
 
 def _row_interval(row: Entry, quantity: str) -> Entry:
-    if quantity not in ("nll", "perplexity") or row.get("nll_low") is None:
+    if quantity not in ("nll", "perplexity") or None in (row["nll_low"], row["nll_high"]):
         return {}
     low, high = row["nll_low"], row["nll_high"]
     if quantity == "perplexity":
@@ -119,6 +119,10 @@ def _decomposition(run: Entry) -> Iterator[Entry]:
         for protocol in ("nonoverlapping", "fixed"):
             yield about | {"protocol": protocol} | _interval("decomposition_nll", entry[protocol])
         yield about | _interval("curse", entry["curse"])
+        for context in ("smallest_context", "mean_context", "largest_context"):
+            here = about | {"protocol": "nonoverlapping"}
+            if context in entry:
+                yield here | _number(f"decomposition_{context}", float(entry[context]), "tokens")
         between = {"context_from": parts["base"], "context_to": entry["length"]}
         for part in ("gain", "early_tokens", "context"):
             yield about | between | _interval(part, entry[part])
@@ -157,8 +161,10 @@ def _gain(run: Entry) -> Iterator[Entry]:
     for point in gain["concentration"]:
         name = f"token_gain_of_top_{point['targets']}"
         yield about | _number(name, point["gain"], "share of gains")
+    if "error" in (gain["passage"] or {}):
+        yield about | {"error": f"passage: {gain['passage']['error']}"}
     found = gain["long_ppl"]
-    about["targets"] = found["key_targets"]
+    about["targets"] = found.get("key_targets")
     if "error" in found:
         yield about | {"error": f"LongPPL: {found['error']}"}
     else:

@@ -9,7 +9,16 @@ from alibi_jax.report.figures.position_curve import position_curve
 from alibi_jax.report.figures.resolution import resolution
 from alibi_jax.report.figures.split import split
 
-__all__ = ["draw", "extrapolation", "position_curve", "resolution", "split"]
+__all__ = ["NAMES", "draw", "extrapolation", "position_curve", "resolution", "split"]
+
+NAMES = (
+    "extrapolation",
+    "extrapolation_sliding",
+    "extrapolation_fixed",
+    "split",
+    "position_curve",
+    "resolution",
+)
 
 
 def draw(results: dict[str, Any]) -> dict[str, Figure]:

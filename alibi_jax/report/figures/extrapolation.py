@@ -6,6 +6,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from alibi_jax.report.figures.style import (
     WIDTH,
     grid,
+    legend,
     length_axis,
     line_style,
     mark_training,
@@ -62,7 +63,7 @@ def extrapolation(runs: list[Entry], protocol: str) -> Figure:
     axes.set_title(f"Train short, test long: {_TITLES[protocol]}", fontsize=11, pad=28)
     grid(axes)
     if lengths:
-        figure.legend(loc="outside right upper", frameon=False, fontsize=9, handlelength=3)
+        legend(figure)
     else:
         axes.text(0.5, 0.5, "no length has a number", transform=axes.transAxes, ha="center")
     return figure

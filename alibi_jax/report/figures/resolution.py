@@ -5,6 +5,7 @@ from matplotlib.figure import Figure
 from alibi_jax.report.figures.style import (
     WIDTH,
     grid,
+    legend,
     length_axis,
     line_style,
     mark_training,
@@ -48,5 +49,5 @@ def resolution(runs: list[Entry]) -> Figure | None:
     axes.set_ylabel("attention resolution")
     axes.set_title("Attention resolution by length (thin: each layer)", fontsize=11, pad=28)
     grid(axes)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9, handlelength=3)
+    legend(figure)
     return figure

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 WIDTH = 7.5
+# Characters of a legend's names that leave the axes their room, beside them and below.
+_BESIDE, _BELOW = 18, 84
 
 # Okabe & Ito (2008): told apart by the colour-blind; markers and dashes tell the lines apart
 # without any colour.
@@ -77,12 +79,28 @@ def mark_training(axes: Axes, train_lengths: Iterable[int]) -> None:
         )
 
 
-def panels(names: list[str], xlabel: str) -> tuple[Figure, list[Axes]]:
-    """A panel for each name, at most three beside each other, all with the same y axis."""
+def legend(figure: Figure) -> None:
+    """Every line by name: beside the axes, or below them where a name would take their room."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    look: dict[str, Any] = {"frameon": False, "fontsize": 9, "handlelength": 3}
+    longest = max(map(len, labels))
+    if longest <= _BESIDE:
+        figure.legend(handles, labels, loc="outside right upper", **look)
+        return
+    columns = 2 if longest <= _BELOW // 2 else 1
+    labels = [textwrap.fill(label, _BELOW) for label in labels]
+    lines = sum(label.count("\n") + 1 for label in labels)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.2 * math.ceil(lines / columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, **look)
+
+
+def panels(names: list[str], xlabel: str, sharey: bool = True) -> tuple[Figure, list[Axes]]:
+    """A panel for each name, at most three beside each other, with one y axis or one each."""
     columns = len(names) if len(names) < 4 else 2 if len(names) == 4 else 3
     rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(WIDTH, 1.7 + 2.3 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+    axes = figure.subplots(rows, columns, sharey=sharey, squeeze=False).ravel()
     for unused in axes[len(names) :]:
         unused.set_visible(False)
     for panel in axes[max(0, len(names) - columns) : len(names)]:
