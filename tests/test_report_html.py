@@ -231,6 +231,7 @@ def test_a_length_below_the_base_has_no_part_of_a_gain():
     section = html[html.index('id="gain"') : html.index('id="tokens"')]
     assert re.findall(r"</th><td>([\d,]+)", section) == ["1,024", "2,048", "4,096"]
     assert "A negative curse means" in section
+    assert "mean context 1,024.5" in section
 
 
 @pytest.mark.parametrize(("count", "title"), [(1, "The largest gain"), (3, "The 3 largest gains")])

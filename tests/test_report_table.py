@@ -137,7 +137,8 @@ def test_a_context_that_hurts_is_noted_below_the_parts():
     run["decomposition"]["lengths"][-1]["curse"] = made_up.interval(-0.5, 0.1)
     lines = table(made_up.results([run])).split("\n\n")[1].splitlines()
     assert lines[-1] == (
-        "runs/rotary at 4,096: not of early tokens, windows spare most targets a context that hurts"
+        "runs/rotary at 4,096: what stands under early tokens is that windows spare most targets a "
+        "context that hurts"
     )
 
 

@@ -77,8 +77,8 @@ def _decompositions(results: dict[str, Any]) -> str:
     if not body:
         return ""
     hurt = [
-        f"{run['workdir']}{suffix(run)} at {step['length']:,}: not of early tokens, windows spare "
-        "most targets a context that hurts"
+        f"{run['workdir']}{suffix(run)} at {step['length']:,}: what stands under early tokens is "
+        "that windows spare most targets a context that hurts"
         for run in results["runs"]
         for step in steps(run)
         if breaks_down(step)
