@@ -75,7 +75,7 @@ def _rows(run: Entry) -> Iterator[Entry]:
 
 
 def _row_interval(row: Entry, quantity: str) -> Entry:
-    if quantity not in ("nll", "perplexity") or None in (row["nll_low"], row["nll_high"]):
+    if quantity not in ("nll", "perplexity") or None in (row.get("nll_low"), row.get("nll_high")):
         return {}
     low, high = row["nll_low"], row["nll_high"]
     if quantity == "perplexity":
