@@ -10,6 +10,7 @@ from alibi_jax.report.names import (
     breaks_down,
     errors,
     label,
+    listed,
     lowest,
     nats,
     protocol_name,
@@ -77,11 +78,10 @@ def _decompositions(results: dict[str, Any]) -> str:
     if not body:
         return ""
     hurt = [
-        f"{run['workdir']}{suffix(run)} at {step['length']:,}: what stands under early tokens is "
-        "that windows spare most targets a context that hurts"
+        f"{run['workdir']}{suffix(run)} at {listed(lengths)}: what stands under early tokens is that "
+        "windows spare most targets a context that hurts"
         for run in results["runs"]
-        for step in steps(run)
-        if breaks_down(step)
+        if (lengths := [f"{step['length']:,}" for step in steps(run) if breaks_down(step)])
     ]
     return "\n".join(
         ["gain from longer inputs = by fewer early tokens + by longer context, in nats a token"]
