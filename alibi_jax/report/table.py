@@ -78,8 +78,8 @@ def _decompositions(results: dict[str, Any]) -> str:
     if not body:
         return ""
     hurt = [
-        f"{run['workdir']}{suffix(run)} at {listed(lengths)}: what stands under early tokens is that "
-        "windows spare most targets a context that hurts"
+        f"{run['workdir']}{suffix(run)} at {listed(lengths)}: what stands under early tokens is "
+        "that windows spare most targets a context that hurts"
         for run in results["runs"]
         if (lengths := [f"{step['length']:,}" for step in steps(run) if breaks_down(step)])
     ]
