@@ -17,6 +17,8 @@ from alibi_jax.evaluation.bootstrap import Clusters, clusters
 from alibi_jax.evaluation.decomposition import decompose
 from alibi_jax.scoring import Scorer
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VOCAB = 5
 LENGTHS = (8, 16, 64)
 

@@ -35,6 +35,9 @@ from alibi_jax.rescaling import UNSCALED, Rescaling
 from alibi_jax.scoring import Scorer, Scores
 from alibi_jax.training import train
 
+# What is held against each other here is compiled alike.
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 LENGTH = 16
 ROW = {
     "protocol",
@@ -169,8 +172,9 @@ def test_f8_units_are_of_the_raw_text(entry, run, tokens, text):
 
 
 def test_f9_the_batch_changes_nothing(entry, evaluated):
-    for batch_tokens in (1, 100, 10_000):
-        other = evaluated([2 * LENGTH, LENGTH], batch_tokens=batch_tokens)
+    protocols = parse_protocols("nonoverlapping,sliding:4,fixed")
+    for batch_tokens in (1, 10_000):
+        other = evaluated([2 * LENGTH, LENGTH], batch_tokens=batch_tokens, protocols=protocols)
         expected = {(row["protocol"], row["stride"], row["length"]): row for row in entry["rows"]}
         for row in other["rows"]:
             same = expected[row["protocol"], row["stride"], row["length"]]
@@ -237,7 +241,8 @@ def test_without_fixed_context_there_is_no_split(evaluated):
 
 
 def test_a_length_past_the_split_says_so_and_the_others_go_on(evaluated):
-    entry = evaluated([100_000, LENGTH])
+    protocols = parse_protocols("nonoverlapping,fixed")
+    entry = evaluated([100_000, LENGTH], protocols=protocols)
     long, short = rows_of(entry, "nonoverlapping")
     assert "nll" not in long
     assert "fewer than one window" in long["error"]
@@ -262,14 +267,15 @@ def test_a_loss_that_is_no_number_gives_a_row_that_says_so(value, run, evaluated
     params = dict(run.params)
     params["embedding"] = jax.tree.map(lambda x: x * value, params["embedding"])
     broken = dataclasses.replace(run, params=params)
-    entry = evaluated([LENGTH], run=broken)
+    entry = evaluated([LENGTH], run=broken, protocols=parse_protocols("nonoverlapping,fixed"))
     assert all("nats" in row["error"] for row in entry["rows"])
     json.dumps(entry, allow_nan=False)
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_other_splits(split, run, evaluated):
-    entry = evaluated([LENGTH], split=split, batch_tokens=8192)
+    protocols = parse_protocols("nonoverlapping")
+    entry = evaluated([LENGTH], split=split, batch_tokens=8192, protocols=protocols)
     text = read_text(run.config.data, split, run.tokenizer, False)
     assert entry["split"] == split
     assert entry["rows"][0]["targets"] == len(text.tokens) - 1
@@ -277,7 +283,8 @@ def test_other_splits(split, run, evaluated):
 
 
 def test_f6_a_beginning_of_sequence_changes_what_is_seen_not_what_is_counted(entry, evaluated):
-    begun = evaluated([LENGTH, 2 * LENGTH], bos=True)
+    protocols = parse_protocols("nonoverlapping,sliding:4")
+    begun = evaluated([LENGTH, 2 * LENGTH], bos=True, protocols=protocols)
     for one, other in zip(entry["rows"], begun["rows"]):
         assert one["targets"] == other["targets"]
         assert one["mean_context"] == other["mean_context"]
@@ -670,7 +677,8 @@ def words_run(tmp_path_factory, tiny_config):
 @pytest.mark.parametrize(("split", "name"), [("validation", "valid"), ("test", "test")])
 def test_words_of_wikitext_are_trained_on_and_scored(words_run, evaluated, split, name):
     raw = pathlib.Path(words_run.config.data.path, f"wiki.{name}.tokens").read_bytes()
-    row = evaluated([LENGTH], run=words_run, split=split)["rows"][0]
+    protocols = parse_protocols("nonoverlapping")
+    (row,) = evaluated([LENGTH], run=words_run, split=split, protocols=protocols)["rows"]
     assert row["targets"] == len(raw.split()) + raw.count(b"\n")
     assert row["words"] == len(raw.split())
     bits = row["nll"] * row["targets"] / math.log(2)
@@ -689,10 +697,10 @@ def test_f8_separators_are_no_bytes_of_text_where_the_same_token_ends_lines(
     run = dataclasses.replace(words_run, config=dataclasses.replace(words_run.config, data=data))
     held_out = [document for name, document in documents.items() if name.startswith("validation")]
     # Of each document alone, its own words and line ends are the targets.
-    for separators, row in (
-        (3, evaluated([LENGTH], run=run)["rows"][0]),
-        (0, evaluated([LENGTH], run=run, documents=True)["rows"][0]),
-    ):
+    protocols = parse_protocols("nonoverlapping")
+    for separators, apart in ((3, False), (0, True)):
+        entry = evaluated([LENGTH], run=run, documents=apart, protocols=protocols)
+        row = entry["rows"][0]
         assert row["targets"] == sum(len(d.split()) + d.count("\n") for d in held_out) + separators
         bits = row["nll"] * row["targets"] / math.log(2)
         assert row["bits_per_byte"] == pytest.approx(bits / len("".join(held_out)), rel=1e-12)

@@ -257,6 +257,7 @@ def test_two_processes_are_one_run(launch_two, launch, text_config, tmp_path):
 
 def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
     asked = {"lengths": "3x", "protocols": "nonoverlapping,sliding:8,fixed", "targets": 30}
+    asked |= {"passage": 8}
     flags = [f"--workdir={workdir}", *(f"--{name}={value}" for name, value in asked.items())]
 
     def rows(out):
