@@ -337,7 +337,9 @@ def test_g4_alibi_evaluates_past_its_training_length(place, trained):
     assert (code, lines) == (0, [])
     (only,) = results(workdir / "eval")["runs"]
     assert only["train_length"] == LENGTH
-    assert [row["length"] for row in only["rows"]] == [32, 256, 16]
+    assert [(row["protocol"], row["length"]) for row in only["rows"]] == [
+        (protocol, length) for protocol in ("nonoverlapping", "fixed") for length in (32, 256, 16)
+    ]
     assert all(row["perplexity"] > 1 for row in only["rows"])
     for row in only["rows"]:
         assert f"{row['perplexity']:.3f}" in out
