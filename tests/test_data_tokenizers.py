@@ -180,9 +180,9 @@ def test_targets_of_words_are_counted_as_published_numbers_are():
     tokenizer = WordTokenizer.train(iter([document]))
     stream = np.concatenate([[tokenizer.separator], tokenizer.encode(document)])
     assert len(stream) - 1 == len(document.split()) + document.count(b"\n") == 1507
-    windows = evaluation_windows(len(stream), 512, 512)
+    windows = evaluation_windows(np.array([0, len(stream)]), 512, 512)
     assert len(windows) == 3
-    assert windows.batch(stream, np.array([2]))["weights"].sum() == 1507 - 2 * 512
+    assert windows.batch(stream, np.array([2]))["scored"].sum() == 1507 - 2 * 512
 
 
 @settings(deadline=None)
