@@ -180,7 +180,10 @@ def test_sharp_attention_has_no_entropy_and_no_nan():
 
 def test_scores_of_the_future_count_for_nothing():
     query, key = queries_and_keys(9)
-    above = lambda i, j: jnp.where(i[:, None] < j, jnp.inf, 0.0)[None]  # noqa: E731
+
+    def above(i, j):
+        return jnp.where(i[:, None] < j, jnp.inf, 0.0)[None]
+
     assert_is(attention_statistics(query, key, bias=above), oracle(query, key))
 
 

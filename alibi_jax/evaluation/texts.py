@@ -61,7 +61,7 @@ class Text:
             "bytes": int(self.num_bytes.sum()),
         }
 
-    def sample(self, lengths: Sequence[int], count: int, seed: int) -> "Sample":
+    def sample(self, lengths: Sequence[int], count: int, seed: int) -> Sample:
         """Targets that can be given each of those lengths of context that enough targets can."""
         enough = min(count, _ENOUGH)
         served = [n for n in lengths if num_eligible(self.bounds, n).sum() >= enough]
