@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from alibi_jax.attention.ring import (
@@ -272,6 +272,7 @@ def test_d5_chunks_see_the_last_keys_at_their_positions(chunks):
     st.floats(1.0, 30.0),
     st.sampled_from([0.0, 0.1, 0.5]),
 )
+@example(1, 5.75, 1, 7.5, 0.0)
 def test_the_promise_of_a_ring_is_kept_or_known_to_be_broken(seed, scale, heavy, by, padding):
     """One heavy key, padding anywhere: the loss is never more than the ring has it."""
     query, key, value = arrays(seed)
@@ -281,7 +282,8 @@ def test_the_promise_of_a_ring_is_kept_or_known_to_be_broken(seed, scale, heavy,
     positions = np.maximum(ids.cumsum(1) - 1, 0)
     out, rings = in_chunks([12] + [1] * 12, query, key, value, positions, ids, rings_of())
     weights, kept = weights_of(query, key, positions, ids), held([8, 8, 32, 32, 8, 8])
-    share = (weights * ~kept).sum(-1)
+    # All weights of a row may add up to more than 1 by their rounding.
+    share = np.minimum((weights * ~kept).sum(-1), 1.0)
     bound = np.stack([ring.left_out for ring in rings.rings], axis=1)
     most = share.max(2).reshape(BATCH, KV_HEADS, -1).max(2)
     assert (most <= bound[:, [0, 1, 0]]).all()

@@ -90,7 +90,7 @@ def page(results: dict[str, Any], figures: dict[str, Figure]) -> str:
     return environment.from_string(text).render(
         results=results,
         asked=_asked(results),
-        confidence=f"{100 * (results.get('asked', {}).get('confidence') or 0.95):g} %",
+        confidence=f"{100 * results['asked']['confidence']:g} %",
         mixed=any(alike(runs, run) != runs for run in runs),
         summary=summary(results),
         runs=[_shown(run, name) for run, name in zip(runs, run_names(runs))],
@@ -130,9 +130,7 @@ def _shown(run: Entry, name: str) -> Entry:
         "curve": _curve(run),
         "attention": _attention(run),
         "errors": errors(run),
-        "gain": run.get("gain"),
         "scale": _scale(run),
-        "corpus": run.get("corpus"),
     }
 
 
@@ -165,7 +163,7 @@ def _protocols(runs: list[Entry]) -> list[Entry]:
 
 def _attention(run: Entry) -> Entry:
     """Each measure of each head, a line a head, a column a length."""
-    measured = [entry for entry in run.get("attention", []) if "error" not in entry]
+    measured = [entry for entry in run["attention"] if "error" not in entry]
     heads = [
         (layer["layer"], head)
         for layer in (measured[0]["layers"] if measured else ())
@@ -220,20 +218,16 @@ def _windows(measured: list[Entry]) -> str:
 
 def _asked(results: Entry) -> dict[str, str]:
     """What was asked for, as it reads; what was not is left out."""
-    return {
-        name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-        for name, value in results.get("asked", {}).items()
-        if value is not None
-    }
+    return {name: str(value) for name, value in results["asked"].items() if value is not None}
 
 
 def _limits(runs: list[Entry]) -> dict[str, list[Any]]:
     """How many targets gains are of, and what each interval resamples, each once."""
-    parts = [run["decomposition"] for run in runs if run.get("decomposition")]
+    parts = [run["decomposition"] for run in runs if run["decomposition"]]
     rows = [row for run in runs for row in run["rows"] if "error" not in row]
     return {
         "targets": list(dict.fromkeys(part["targets"] for part in parts)),
-        "perplexities": _resampled([row for row in rows if row.get("nll_low") is not None]),
+        "perplexities": _resampled([row for row in rows if row["nll_low"] is not None]),
         "gains": _resampled(parts),
     }
 
@@ -244,7 +238,7 @@ def _resampled(entries: list[Entry]) -> list[str]:
 
 def _scale(run: Entry) -> float:
     """The gain of a token that gets the strongest colour: 19 of 20 in the passage are less."""
-    passage = (run.get("gain") or {}).get("passage")
+    passage = (run["gain"] or {}).get("passage")
     if not passage or "error" in passage:
         return 1.0
     sizes = sorted(abs(piece["gain"]) for piece in passage["pieces"])

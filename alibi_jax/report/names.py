@@ -59,14 +59,13 @@ def alike(runs: Sequence[Entry], run: Entry) -> list[Entry]:
 
 
 def _tokens(run: Entry) -> tuple[Any, ...]:
-    corpus = run.get("corpus") or {}
-    tokenizer = run.get("config", {}).get("data", {}).get("tokenizer")
-    return (*(corpus.get(key) for key in ("dataset", "split", "tokens", "bytes")), tokenizer)
+    corpus = (run["corpus"][key] for key in ("dataset", "split", "tokens", "bytes"))
+    return (*corpus, run["config"]["data"]["tokenizer"])
 
 
 def steps(run: Entry) -> list[Entry]:
     """What the decomposition says of each length greater than the base, by length."""
-    parts = run.get("decomposition")
+    parts = run["decomposition"]
     if parts is None:
         return []
     return sorted(
@@ -78,9 +77,9 @@ def steps(run: Entry) -> list[Entry]:
 def errors(run: Entry) -> list[str]:
     """What has no number, and why."""
     found = [(f"{protocol_name(row)} at {row['length']:,}", row) for row in run["rows"]] + [
-        (f"attention at {entry['length']:,}", entry) for entry in run.get("attention", [])
+        (f"attention at {entry['length']:,}", entry) for entry in run["attention"]
     ]
-    found.append(("passage", (run.get("gain") or {}).get("passage") or {}))
+    found.append(("passage", (run["gain"] or {}).get("passage") or {}))
     return [f"{what}: {entry['error']}" for what, entry in found if "error" in entry]
 
 

@@ -66,7 +66,7 @@ def _rows(run: Entry) -> Iterator[Entry]:
             continue
         about["targets"] = row["targets"]
         for quantity, unit in _ROW.items():
-            if row.get(quantity) is not None:
+            if row[quantity] is not None:
                 yield (
                     about
                     | {"quantity": quantity, "value": row[quantity], "unit": unit}
@@ -75,7 +75,7 @@ def _rows(run: Entry) -> Iterator[Entry]:
 
 
 def _row_interval(row: Entry, quantity: str) -> Entry:
-    if quantity not in ("nll", "perplexity") or None in (row.get("nll_low"), row.get("nll_high")):
+    if quantity not in ("nll", "perplexity") or row["nll_low"] is None:
         return {}
     low, high = row["nll_low"], row["nll_high"]
     if quantity == "perplexity":
@@ -111,7 +111,7 @@ def _early_tokens(run: Entry) -> Iterator[Entry]:
 
 
 def _decomposition(run: Entry) -> Iterator[Entry]:
-    parts = run.get("decomposition")
+    parts = run["decomposition"]
     if parts is None:
         return
     for entry in parts["lengths"]:
@@ -121,15 +121,14 @@ def _decomposition(run: Entry) -> Iterator[Entry]:
         yield about | _interval("curse", entry["curse"])
         for context in ("smallest_context", "mean_context", "largest_context"):
             here = about | {"protocol": "nonoverlapping"}
-            if context in entry:
-                yield here | _number(f"decomposition_{context}", float(entry[context]), "tokens")
+            yield here | _number(f"decomposition_{context}", float(entry[context]), "tokens")
         between = {"context_from": parts["base"], "context_to": entry["length"]}
         for part in ("gain", "early_tokens", "context"):
             yield about | between | _interval(part, entry[part])
 
 
 def _attention(run: Entry) -> Iterator[Entry]:
-    for entry in run.get("attention", []):
+    for entry in run["attention"]:
         length = {"length": entry["length"]}
         if "error" in entry:
             yield length | {"error": f"attention: {entry['error']}"}
@@ -146,7 +145,7 @@ def _attention(run: Entry) -> Iterator[Entry]:
 
 
 def _gain(run: Entry) -> Iterator[Entry]:
-    gain = run.get("gain")
+    gain = run["gain"]
     if gain is None:
         return
     about = {

@@ -88,7 +88,7 @@ def reading(run: dict[str, Any]) -> list[str]:
 
 def _gain(run: Entry) -> list[str]:
     """From the base, or the shortest length, to the longest one with numbers."""
-    whole, rows = run.get("decomposition"), _whole_windows(run)
+    whole, rows = run["decomposition"], _whole_windows(run)
     if whole is None:
         if len(rows) < 2:
             return []
@@ -212,7 +212,7 @@ def _failures(run: Entry) -> list[str]:
 
 def _resolution(run: Entry) -> list[str]:
     measured = sorted(
-        (entry for entry in run.get("attention", []) if "error" not in entry),
+        (entry for entry in run["attention"] if "error" not in entry),
         key=lambda entry: entry["length"],
     )
     known = [entry for entry in measured if entry["length"] <= run["train_length"]]
@@ -231,7 +231,7 @@ def _resolution(run: Entry) -> list[str]:
 
 def _tokens(run: Entry) -> list[str]:
     """How many targets more context helps, and how few carry most of it."""
-    gain = run.get("gain")
+    gain = run["gain"]
     if gain is None:
         return []
     context = f"With exactly {gain['long']:,} tokens of context in place of {gain['short']:,},"
@@ -267,9 +267,9 @@ def _tokens(run: Entry) -> list[str]:
 
 
 def _long_ppl(run: Entry) -> list[str]:
-    found = (run.get("gain") or {}).get("long_ppl")
-    if found is None:
+    if run["gain"] is None:
         return []
+    found = run["gain"]["long_ppl"]
     if "error" in found:
         return [f"LongPPL has no number: {found['error'].rstrip('.')}."]
     count = found["key_targets"]
@@ -310,8 +310,6 @@ def _whole_windows(run: Entry) -> list[Entry]:
 
 
 def _corpus(run: Entry) -> str:
-    corpus = run.get("corpus")
-    if corpus is None:
-        return ""
+    corpus = run["corpus"]
     documents = counted(corpus["documents"], "document")
     return f" of {corpus['dataset']} ({counted(corpus['tokens'], 'token')}, {documents})"

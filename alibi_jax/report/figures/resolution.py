@@ -24,7 +24,7 @@ def resolution(runs: list[Entry]) -> Figure | None:
     lengths: set[int] = set()
     for number, (run, name) in enumerate(zip(runs, run_names(runs))):
         measured = sorted(
-            (entry for entry in run.get("attention", []) if "error" not in entry),
+            (entry for entry in run["attention"] if "error" not in entry),
             key=lambda entry: entry["length"],
         )
         if not measured:
