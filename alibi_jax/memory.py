@@ -29,7 +29,8 @@ def available() -> int | None:
 def check(compiled: Any, what: str, remedy: str) -> None:
     """Raises ValueError where the program for `what` needs more than there is, with both numbers.
 
-    Its arguments are in memory already.
+    Its arguments are in memory already. On a CPU, XLA leaves products to libraries and doesn't know
+    what they take: that is not counted.
     """
     free, analysis = available(), compiled.memory_analysis()
     if free is None or analysis is None:

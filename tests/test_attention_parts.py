@@ -41,7 +41,7 @@ def mesh_of(devices):
 
 
 def gradients(attend, arrays):
-    return jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2, 3))(*arrays)
+    return jax.jit(jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2, 3)))(*arrays)
 
 
 def ring_attention(query, key, value, slopes, causal, devices):
@@ -111,7 +111,7 @@ def test_log_sums_are_those_of_the_scores(engine):
         return jnp.moveaxis(jax.nn.logsumexp(scores, axis=-1), 1, 2)
 
     real = np.asarray(ids != 0)
-    got, right = jax.jit(log_sums)(query, key), plain(query, key)
+    got, right = jax.jit(log_sums)(query, key), jax.jit(plain)(query, key)
     np.testing.assert_allclose(got[real], right[real], atol=1e-5)
     assert (np.asarray(got)[~real] == -np.inf).all()
 
@@ -119,8 +119,8 @@ def test_log_sums_are_those_of_the_scores(engine):
         return lambda *x: jnp.where(real[..., None], log_sums(*x), 0.0).sum()
 
     for one, other in zip(
-        jax.grad(weighed(log_sums), (0, 1))(query, key),
-        jax.grad(weighed(plain), (0, 1))(query, key),
+        jax.jit(jax.grad(weighed(log_sums), (0, 1)))(query, key),
+        jax.jit(jax.grad(weighed(plain), (0, 1)))(query, key),
     ):
         np.testing.assert_allclose(one, other, atol=1e-5)
 

@@ -116,11 +116,15 @@ def test_the_last_tokens_alone_are_as_in_the_whole(position):
     """Of the others the last layer computes keys and values only."""
     model, tokens = make(position, num_layers=2, num_kv_heads=2), some_tokens(2, 9)
     ids = jnp.asarray([[1] * 9, [0, 2, 2, 3, 3, 3, 3, 3, 3]])
-    for kwargs in ({}, {"segment_ids": ids}):
-        whole = model.hidden_states(tokens, **kwargs)
-        for last in (1, 4):
-            some = model.hidden_states(tokens, last=last, **kwargs)
-            np.testing.assert_allclose(some, whole[:, -last:], atol=2e-6)
+
+    @jax.jit
+    def hidden_states(ids):
+        return [model.hidden_states(tokens, segment_ids=ids, last=last) for last in (None, 1, 4)]
+
+    for segment_ids in (None, ids):
+        whole, *some = hidden_states(segment_ids)
+        for last in some:
+            np.testing.assert_allclose(last, whole[:, -last.shape[1] :], atol=2e-6)
 
 
 def test_logits_of_a_fresh_model_are_of_unit_scale():
