@@ -22,6 +22,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # Where something has imported JAX before this file, it has not seen them.
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+# XLA's earlier way to compile loops takes half as long. How users' programs are compiled is tested
+# all the same: by test_command_line, which leaves this out, and by all tests with newer versions,
+# which don't have the flag, and would stop at it.
+if jax.__version_info__ < (0, 11):
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Eight heads, sixteen rows: whatever mesh eight devices make, they fit.
