@@ -2,9 +2,8 @@
 
     python train.py && python eval.py --workdir=runs/tiny
 
-Expected, validation perplexity per byte: 4.532 at 128, 4.471 at 512, 4.455 at 4096. On two
-cores of an Intel Xeon training took 80 to 104 s and the evaluation 117 to 158 s, depending on
-what else the machine was doing.
+Expected, validation perplexity per byte: 4.521 at 128, 4.460 at 512, 4.444 at 4096. On two
+cores of an Intel Xeon training took 80 to 104 s and the evaluation 120 s.
 """
 
 from alibi_jax.config import Config
