@@ -7,8 +7,18 @@ import jax
 
 from alibi_jax import processes
 
-# Where a container's limit is, version 2 and version 1.
-_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
+# What a container may have, what it has, and what of that are files, given back when needed:
+# version 2 and version 1.
+_CGROUP = pathlib.Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
 
 
 def available() -> int | None:
@@ -43,17 +53,20 @@ def check(compiled: Any, what: str, remedy: str) -> None:
 
 
 def _host_memory() -> int | None:
-    """What is free of the machine, or all that a container may have, if that is less."""
+    """What is free of the machine, or of what a container may have, if that is less."""
     try:
         lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
     except (OSError, StopIteration):
         return None
-    for name in _LIMITS:
+    for limit, usage, statistics, files in _LIMITS:
         try:
-            free = min(free, int((pathlib.Path("/sys/fs/cgroup") / name).read_text()))
+            most, taken = (int((_CGROUP / name).read_text()) for name in (limit, usage))
+            lines = (_CGROUP / statistics).read_text().splitlines()
         except (OSError, ValueError):
             continue
+        kept = next((int(line.split()[1]) for line in lines if line.startswith(f"{files} ")), 0)
+        free = min(free, max(0, most - taken + kept))
     return free
 
 

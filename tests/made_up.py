@@ -309,8 +309,9 @@ def least(run):
     run = copy.deepcopy(run)
     for row in run["rows"]:
         if "error" not in row:
-            row |= dict.fromkeys(MAY_BE_MISSING)
+            row |= dict.fromkeys(MAY_BE_MISSING) | {"resampled": ""}
     parts, gain = run["decomposition"], run["gain"]
+    parts["resampled"] = ""
     for entry in parts["lengths"]:
         for part in ("nonoverlapping", "fixed", "curse", "gain", "early_tokens", "context"):
             entry[part] |= {"low": None, "high": None}

@@ -26,7 +26,15 @@ def test_targets_of_few_documents_are_grouped_by_place():
     assert str(made) == "32 stretches of text"
     assert np.bincount(made.ids).tolist() == [20] * 32
     assert (np.diff(made.ids) >= 0).all()
-    assert str(clusters(np.array([4, 9]), np.array([0]), 0)) == "2 stretches of text"
+    few = clusters(np.array([3, 4, 6, 8, 9]), np.array([0]), 0)
+    assert str(few) == "5 stretches of text"
+    assert few.estimate(np.arange(5.0))["low"] is not None
+
+
+def test_of_too_few_groups_nothing_is_drawn():
+    few = clusters(np.array([3, 4, 6, 8]), np.array([0]), 0)
+    assert str(few) == ""
+    assert few.estimate(np.arange(4.0)) == {"nats": 1.5, "low": None, "high": None}
 
 
 def test_the_interval_is_that_of_explicit_resampling():

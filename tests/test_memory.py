@@ -23,6 +23,35 @@ def test_the_devices_of_a_cpu_share_its_memory():
     assert 2**20 < free * jax.local_device_count() < 2**45
 
 
+@pytest.mark.parametrize(
+    ("folder", "limit", "usage", "files"),
+    [
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_a_container_has_what_it_may_have_less_what_it_has(
+    folder, limit, usage, files, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    unlimited = memory.available()
+    (tmp_path / folder).mkdir(exist_ok=True)
+    for name, text in (
+        (limit, "80000000\n"),
+        (usage, "50000000\n"),
+        # Files that were read take no memory away.
+        ("memory.stat", f"anon 40000000\n{files} 2000000\nx_{files} 1\n"),
+    ):
+        (tmp_path / folder / name).write_text(text)
+    assert memory.available() == 32_000_000 // jax.local_device_count()
+    (tmp_path / folder / usage).write_text("80000001")
+    (tmp_path / folder / "memory.stat").write_text("anon 0\n")
+    assert memory.available() == 0
+    # As where there is no limit.
+    (tmp_path / folder / limit).write_text("max\n")
+    assert memory.available() > unlimited / 2
+
+
 def test_what_fits_is_no_matter(program, monkeypatch):
     memory.check(program, "this", "that")
     monkeypatch.setattr(memory, "available", lambda: None)

@@ -111,6 +111,16 @@ def test_each_run_is_read_out_below_the_tables():
     assert all(len(line) <= 100 for text in sentences for line in text.splitlines())
 
 
+def test_no_line_ends_between_a_number_and_its_sign():
+    results = made_up.results(1)
+    for length in range(1, 100):
+        # Other names move the lines' ends.
+        results["runs"][0]["workdir"] = "x" * length
+        lines = table(results).splitlines()
+        assert any(" % of" in line for line in lines)
+        assert not any(line.lstrip().startswith("%") for line in lines)
+
+
 def test_runs_of_other_tokens_are_marked_among_themselves():
     runs = [bare_run(name, [bare_row(128, ppl)]) for name, ppl in (("alibi", 4.5), ("none", 4.0))]
     runs += [bare_run("rotary", [bare_row(128, 9.0)]), bare_run("t5", [bare_row(128, 8.0)])]

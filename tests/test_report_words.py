@@ -87,10 +87,10 @@ def test_a_loss_is_called_a_loss():
 def test_early_tokens_that_cost_more():
     run = decomposed(exact(0.01), exact(-0.02), exact(0.03))
     _, early, context = reading(run)
-    assert early == "Early tokens cost 0.0200 nats."
+    assert early == "Early tokens cost more, by 0.0200 nats."
     assert context == "Longer context itself gave 0.0300 nats, more than all of it."
     assert reading(decomposed(exact(-0.05), exact(-0.02), exact(-0.03)))[1:] == [
-        "Early tokens cost another 0.0200 nats.",
+        "Early tokens cost more, by 0.0200 nats.",
         "Longer context itself lost 0.0300 nats.",
     ]
 
@@ -123,6 +123,15 @@ def test_a_shorter_length_is_not_told_as_a_longer_one():
         "decomposition"
     ]["lengths"][1:]
     assert reading(run)[0].startswith("From 512 to 3,072 tokens")
+
+
+def test_a_base_alone_is_no_split():
+    run = decomposed(exact(0.08), exact(0.06), exact(0.02))
+    run["rows"] = [bare_row(512, 19.73), bare_row(3072, 18.4)]
+    del run["decomposition"]["lengths"][1]
+    gain, unknown = reading(run)
+    assert gain.startswith("From 512 to 3,072 tokens, perplexity in non-overlapping windows falls")
+    assert unknown == "How much of that is due to longer context was not measured."
 
 
 def test_all_targets_and_the_sampled_ones_are_both_named():
@@ -209,12 +218,14 @@ def test_attention_resolution(past, verb):
 def test_the_gains_of_tokens_and_long_ppl():
     run = bare_run("alibi", []) | {"gain": made_up.run("alibi")["gain"]}
     assert reading(run) == [
-        "With exactly 4,096 tokens of context in place of 128, the mean gain is 0.0050 nats "
-        "(0.0020 to 0.0080) a token; 52 % of 512 targets gain.",
+        "With exactly 4,096 tokens of context in place of 128, targets gain 0.0050 nats (0.0020 to "
+        "0.0080) on average; 52 % of 512 targets gain.",
         "The 6 targets (1 %) that gain most carry 31 % of all gains.",
         "LongPPL, the perplexity of the 12 targets that runs/alibi finds to need long context, "
         "is 2.312, too few to say much.",
     ]
+    run["gain"]["nats"] = interval(-0.09, 0.01)
+    assert "targets lose 0.0900 nats (0.0800 to 0.1000) on average; 52 % of" in reading(run)[0]
     run["gain"]["nats"] = interval(0.001, 0.003)
     assert reading(run)[1] == (
         "The 6 targets (1 %) that gain most carry 31 % of all gains (single targets gain and lose "

@@ -27,7 +27,8 @@ class Clusters:
     seed: int
 
     def __str__(self) -> str:
-        return f"{self._count} {self.kind}"
+        """What is drawn; empty where there is too little for that."""
+        return f"{self._count} {self.kind}" if self._count >= _LEAST else ""
 
     @property
     def _count(self) -> int:

@@ -24,6 +24,7 @@ from alibi_jax.report.names import (
     run_names,
     significant,
     steps,
+    unbroken,
 )
 from alibi_jax.report.words import reading, summary
 
@@ -92,7 +93,7 @@ def page(results: dict[str, Any], figures: dict[str, Figure]) -> str:
         asked=_asked(results),
         confidence=f"{100 * results['asked']['confidence']:g} %",
         mixed=any(alike(runs, run) != runs for run in runs),
-        summary=summary(results),
+        summary=unbroken(summary(results)),
         runs=[_shown(run, name) for run, name in zip(runs, run_names(runs))],
         protocols=_protocols(runs),
         figures=[
@@ -125,7 +126,7 @@ def _shown(run: Entry, name: str) -> Entry:
     """A run with what the page says of it; a part that was not measured is empty."""
     return run | {
         "name": name,
-        "reading": reading(run),
+        "reading": [unbroken(sentence) for sentence in reading(run)],
         "steps": steps(run),
         "curve": _curve(run),
         "attention": _attention(run),
@@ -227,7 +228,7 @@ def _limits(runs: list[Entry]) -> dict[str, list[Any]]:
     rows = [row for run in runs for row in run["rows"] if "error" not in row]
     return {
         "targets": list(dict.fromkeys(part["targets"] for part in parts)),
-        "perplexities": _resampled([row for row in rows if row["nll_low"] is not None]),
+        "perplexities": _resampled(rows),
         "gains": _resampled(parts),
     }
 

@@ -128,6 +128,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def unbroken(sentence: str) -> str:
+    """With percentages that no line's end divides."""
+    return sentence.replace(" %", "\u00a0%")
+
+
 def counted(number: int, noun: str) -> str:
     """`1 document`, `12 documents`."""
     return f"{number:,} {noun}" + "s" * (number != 1)

@@ -16,6 +16,7 @@ from alibi_jax.report.names import (
     protocol_name,
     steps,
     suffix,
+    unbroken,
 )
 from alibi_jax.report.words import reading
 
@@ -95,14 +96,15 @@ def _sentences(run: Entry) -> str:
     sentences = reading(run)
     if not sentences:
         return ""
-    return textwrap.fill(
-        " ".join(sentences),
+    text = textwrap.fill(
+        unbroken(" ".join(sentences)),
         _WIDTH,
         initial_indent=f"{run['workdir']}{suffix(run)}: ",
         subsequent_indent="  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return text.replace("\u00a0", " ")
 
 
 def _aligned(header: list[str], body: list[list[str]], names: int = 4) -> list[str]:

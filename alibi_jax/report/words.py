@@ -89,7 +89,7 @@ def reading(run: dict[str, Any]) -> list[str]:
 def _gain(run: Entry) -> list[str]:
     """From the base, or the shortest length, to the longest one with numbers."""
     whole, rows = run["decomposition"], _whole_windows(run)
-    if whole is None:
+    if whole is None or len(whole["lengths"]) == 1:
         if len(rows) < 2:
             return []
         first, last = rows[0], rows[-1]
@@ -111,10 +111,9 @@ def _gain(run: Entry) -> list[str]:
     # Shares of a loss, or of what may be nothing, mean nothing.
     total = gain["nats"] if gain["nats"] > 0 and not is_noise(gain) else None
     explain = "Fewer early tokens explain" if total else "Fewer early tokens alone gave"
-    cost = "Early tokens cost another" if gain["nats"] < 0 else "Early tokens cost"
     return [
         sentence,
-        _part(early, explain, cost, total),
+        _part(early, explain, "Early tokens cost more, by", total),
         _part(context, "Longer context itself gave", "Longer context itself lost", total),
     ]
 
@@ -243,8 +242,8 @@ def _tokens(run: Entry) -> list[str]:
         # The mean is what longer context gave, which has been said.
         mean = ""
     else:
-        noun = _noun(gain["nats"]).removeprefix("a ")
-        mean = f" the mean {noun} is {_amount(gain['nats'])} a token{_doubt(gain['nats'])};"
+        verb = "gain" if gain["nats"]["nats"] >= 0 else "lose"
+        mean = f" targets {verb} {_amount(gain['nats'])} on average{_doubt(gain['nats'])};"
     sentences = [
         f"{context}{mean} {percent(gain['improved'])} of {counted(gain['targets'], 'target')} gain."
     ]
