@@ -117,7 +117,7 @@ def test_biases_in_chunks_are_the_oracle(name, chunk, monkeypatch):
     assert_is(measured, oracle(query, key, whole))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     length=st.integers(1, 13),
     allowed=st.integers(1, 1500),

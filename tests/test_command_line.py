@@ -283,12 +283,16 @@ def test_metrics_have_a_line_a_logged_step(trained):
     [
         ([], ["--workdir", "train.py"]),
         (["--workdir=missing"], ["missing", "no checkpoints", "train.py --workdir=missing"]),
+        (["--workdir=empty"], ["empty", "no checkpoints", "train.py"]),
+        (["--workdir=begun"], ["begun", "no whole checkpoint", "train first"]),
         (["--workdir=x", "leftover"], ["'leftover'"]),
         (["--workdir=x", "--split=dev"], ["--split=dev", "validation"]),
         (["--workdir=x", "--coordinator=localhost:1"], ["--coordinator", "--num_processes"]),
     ],
 )
 def test_eval_refuses_without_a_run(arguments, says, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
     refuses("eval.py", *arguments, cwd=tmp_path, says=says)
 
 

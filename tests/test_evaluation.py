@@ -172,9 +172,8 @@ def test_f8_units_are_of_the_raw_text(entry, run, tokens, text):
 
 
 def test_f9_the_batch_changes_nothing(entry, evaluated):
-    protocols = parse_protocols("nonoverlapping,sliding:4,fixed")
-    for batch_tokens in (1, 10_000):
-        other = evaluated([2 * LENGTH, LENGTH], batch_tokens=batch_tokens, protocols=protocols)
+    for batch_tokens in (1, 100, 10_000):
+        other = evaluated([2 * LENGTH, LENGTH], batch_tokens=batch_tokens)
         expected = {(row["protocol"], row["stride"], row["length"]): row for row in entry["rows"]}
         for row in other["rows"]:
             same = expected[row["protocol"], row["stride"], row["length"]]
@@ -267,7 +266,7 @@ def test_a_loss_that_is_no_number_gives_a_row_that_says_so(value, run, evaluated
     params = dict(run.params)
     params["embedding"] = jax.tree.map(lambda x: x * value, params["embedding"])
     broken = dataclasses.replace(run, params=params)
-    entry = evaluated([LENGTH], run=broken, protocols=parse_protocols("nonoverlapping,fixed"))
+    entry = evaluated([LENGTH], run=broken)
     assert all("nats" in row["error"] for row in entry["rows"])
     json.dumps(entry, allow_nan=False)
 
@@ -283,8 +282,7 @@ def test_other_splits(split, run, evaluated):
 
 
 def test_f6_a_beginning_of_sequence_changes_what_is_seen_not_what_is_counted(entry, evaluated):
-    protocols = parse_protocols("nonoverlapping,sliding:4")
-    begun = evaluated([LENGTH, 2 * LENGTH], bos=True, protocols=protocols)
+    begun = evaluated([LENGTH, 2 * LENGTH], bos=True)
     for one, other in zip(entry["rows"], begun["rows"]):
         assert one["targets"] == other["targets"]
         assert one["mean_context"] == other["mean_context"]

@@ -111,7 +111,7 @@ def test_hidden_states_and_logits_are_separate_and_consistent(tied, dtype):
     np.testing.assert_allclose(token_nll(hidden, model.unembedding, targets), nll, atol=1e-5)
 
 
-@pytest.mark.parametrize("position", [*EVERY_WAY, "rotary,none"])
+@pytest.mark.parametrize("position", [*POSITIONS, "rotary,none"])
 def test_the_last_tokens_alone_are_as_in_the_whole(position):
     """Of the others the last layer computes keys and values only."""
     model, tokens = make(position, num_layers=2, num_kv_heads=2), some_tokens(2, 9)
@@ -119,7 +119,7 @@ def test_the_last_tokens_alone_are_as_in_the_whole(position):
 
     @jax.jit
     def hidden_states(ids):
-        return [model.hidden_states(tokens, segment_ids=ids, last=last) for last in (None, 1, 4)]
+        return [model.hidden_states(tokens, segment_ids=ids, last=last) for last in (None, 1, 4, 9)]
 
     for segment_ids in (None, ids):
         whole, *some = hidden_states(segment_ids)

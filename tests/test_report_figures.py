@@ -155,7 +155,7 @@ def test_runs_of_one_method_are_told_apart():
     assert len(whole.axes[0].texts) == 2
 
 
-@pytest.mark.parametrize("count", [1, 4, 6])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
 def test_nothing_that_is_written_overlaps(count):
     for name, figure in figures.draw(made_up.results(count)).items():
         page = figure.bbox
@@ -168,7 +168,7 @@ def test_nothing_that_is_written_overlaps(count):
             assert page.y1 >= box.y1, (name, text)
 
 
-@pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.parametrize("count", [1, 2, 6])
 def test_every_question_that_has_numbers_has_its_figure(count):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

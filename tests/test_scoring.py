@@ -417,9 +417,8 @@ def test_the_batch_is_as_asked_where_windows_and_devices_allow(
     assert (batch + devices) * length > batch_tokens or batch >= windows
 
 
-@pytest.mark.parametrize(
-    ("position", "first_scored"), [("alibi", 0), ("t5", 0), ("alibi", 16383), ("fox", 16383)]
-)
+@pytest.mark.parametrize("first_scored", [0, 16383])
+@pytest.mark.parametrize("position", ["alibi", "rotary", "t5", "fire", "fox"])
 def test_no_array_of_the_compiled_program_is_the_square_of_the_length(position, first_scored):
     length = 16384
     config = tiny(position)

@@ -18,6 +18,7 @@ from alibi_jax.report.names import (
     errors,
     listed,
     lowest,
+    measured_attention,
     nats,
     percent,
     protocol_name,
@@ -164,7 +165,7 @@ def _protocols(runs: list[Entry]) -> list[Entry]:
 
 def _attention(run: Entry) -> Entry:
     """Each measure of each head, a line a head, a column a length."""
-    measured = [entry for entry in run["attention"] if "error" not in entry]
+    measured = measured_attention(run)
     heads = [
         (layer["layer"], head)
         for layer in (measured[0]["layers"] if measured else ())

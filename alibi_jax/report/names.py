@@ -74,6 +74,14 @@ def steps(run: Entry) -> list[Entry]:
     )
 
 
+def measured_attention(run: Entry) -> list[Entry]:
+    """What attention does at each length that has numbers, by length."""
+    return sorted(
+        (entry for entry in run["attention"] if "error" not in entry),
+        key=lambda entry: entry["length"],
+    )
+
+
 def errors(run: Entry) -> list[str]:
     """What has no number, and why."""
     found = [(f"{protocol_name(row)} at {row['length']:,}", row) for row in run["rows"]] + [

@@ -12,6 +12,7 @@ from alibi_jax.report.names import (
     is_noise,
     label,
     listed,
+    measured_attention,
     nats,
     percent,
     run_names,
@@ -210,10 +211,7 @@ def _failures(run: Entry) -> list[str]:
 
 
 def _resolution(run: Entry) -> list[str]:
-    measured = sorted(
-        (entry for entry in run["attention"] if "error" not in entry),
-        key=lambda entry: entry["length"],
-    )
+    measured = measured_attention(run)
     known = [entry for entry in measured if entry["length"] <= run["train_length"]]
     if not known or measured[-1]["length"] <= run["train_length"]:
         return []

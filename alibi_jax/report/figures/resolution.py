@@ -11,7 +11,7 @@ from alibi_jax.report.figures.style import (
     mark_training,
     plain,
 )
-from alibi_jax.report.names import Entry, run_names
+from alibi_jax.report.names import Entry, measured_attention, run_names
 
 
 def resolution(runs: list[Entry]) -> Figure | None:
@@ -23,10 +23,7 @@ def resolution(runs: list[Entry]) -> Figure | None:
     axes = figure.add_subplot()
     lengths: set[int] = set()
     for number, (run, name) in enumerate(zip(runs, run_names(runs))):
-        measured = sorted(
-            (entry for entry in run["attention"] if "error" not in entry),
-            key=lambda entry: entry["length"],
-        )
+        measured = measured_attention(run)
         if not measured:
             continue
         xs = [entry["length"] for entry in measured]
