@@ -4,6 +4,7 @@ The same command again resumes. Any value of the configuration can be given as
 `--config.model.position=rotary`. README.md has the rest.
 """
 
+import dataclasses
 import pathlib
 
 from absl import flags
@@ -21,9 +22,9 @@ def main() -> int:
     config.check()
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
     workdir = pathlib.Path(_WORKDIR.value or f"runs/{name}")
-    mesh = config.mesh
     command_line.start_devices(
-        config.train.batch_size // config.train.accumulation, (mesh.data, mesh.fsdp, mesh.tensor)
+        config.train.batch_size // config.train.accumulation,
+        tuple(dataclasses.asdict(config.mesh).values()),
     )
     from alibi_jax.training import train
 

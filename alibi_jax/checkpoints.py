@@ -8,9 +8,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from alibi_jax.config import Checkpoint
-
-# Of what a checkpoint holds; raised when older code could no longer read it.
-FORMAT = 2
+from alibi_jax.formats import FORMAT, dotted, format_2_tree, from_format_2, upgraded_config
 
 
 class CheckpointError(ValueError):
@@ -105,7 +103,7 @@ class Checkpoints:
                 f"{self.path}/{step} was written by an earlier version, which kept its table of "
                 "positions elsewhere: read it with that version, or train anew"
             )
-        return Metadata(**values)
+        return Metadata(**values | {"config": upgraded_config(values["config"], values["format"])})
 
     def restore(self, step: int, **abstract: Any) -> dict[str, Any]:
         """The named items (`params`, `optimizer`) of that step, placed as the abstract trees say.
@@ -114,9 +112,17 @@ class Checkpoints:
             CheckpointError: where the saved shapes or names differ, naming the first.
         """
         saved = self._checkpointer.checkpointables_metadata(step).metadata
-        for item, tree in abstract.items():
+        written, trees = self.metadata(step), abstract
+        if written.format < 3:
+            num_layers = written.config["model"]["num_layers"]
+            trees = {
+                item: format_2_tree(tree, _shapes(saved[item]), num_layers)
+                for item, tree in abstract.items()
+            }
+        for item, tree in trees.items():
             self._check_same(f"{self.path}/{step}/{item}", saved[item], tree)
-        return self._checkpointer.load_checkpointables(step, abstract)
+        loaded = self._checkpointer.load_checkpointables(step, trees)
+        return loaded if trees is abstract else from_format_2(loaded, abstract)
 
     @staticmethod
     def _check_same(where: str, saved: Any, wanted: Any) -> None:
@@ -133,10 +139,4 @@ class Checkpoints:
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     leaves, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))
-    # Orbax's metadata calls every node's key a string or an index; only the names matter.
-    return {
-        ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path): (
-            tuple(leaf.shape)
-        )
-        for path, leaf in leaves
-    }
+    return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}

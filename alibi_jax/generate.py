@@ -49,7 +49,7 @@ def generate(
             a length that a learned table does not reach, or, after decoding, a greater share
             left out of some token's attention than `cache_tolerance`.
     """
-    tokens, real = _padded(prompts, model.unembedding.shape[0])
+    tokens, real = _padded(prompts, model.vocabulary.vocab_size)
     batch_size, length = tokens.shape
     if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be a whole number of at least 1")
@@ -139,6 +139,7 @@ def decode(
     stopped.
     """
     model = nnx.merge(graphdef, state)
+    layers = model.unstacked_layers()
 
     def choose(step: Int[Array, ""], logits: Float[Array, "B V"]) -> Int[Array, "B"]:
         if not sampled:
@@ -159,7 +160,8 @@ def decode(
     def one_more(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, last, tokens, cache = carry
         # What comes after a row's stop token is not given out, and should not count.
-        hidden, cache = model.decode(last[:, None], cache, real=(last != stop_token)[:, None])
+        real = (last != stop_token)[:, None]
+        hidden, cache = model.decode(last[:, None], cache, real=real, layers=layers)
         chosen = choose(step, model.logits(hidden)[:, 0])
         chosen = jnp.where(last == stop_token, stop_token, chosen)
         return step + 1, chosen, put(tokens, step, chosen), cache

@@ -9,19 +9,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from alibi_jax import config as configs
 from alibi_jax.attention import attention
+from alibi_jax.attention.context import context_attention, near_heads
 from alibi_jax.attention.ring import Rings, ring_attention
 from alibi_jax.attention.statistics import AttentionStatistics, attention_statistics
 from alibi_jax.biases import LinearBias
+from alibi_jax.biases.alibi import Slopes
 from alibi_jax.cache import KeyValues
 from alibi_jax.placed import Places, placed
 from alibi_jax.positions import METHODS, PositionMethod, make_position_method
 from alibi_jax.projection import Projection
-from alibi_jax.sharding import constrain, split
+from alibi_jax.sharding import constrain, parts_axes, shards, split, splits
 
 # Of the function itself, and whether it multiplies a second projection (a gated unit).
 _ACTIVATIONS = {
@@ -131,10 +134,10 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B S D"], position: PositionMethod, places: Places
     ) -> tuple[Float[Array, "B T N H"], KeyValues]:
         queries = x[:, -places.num_queries :]
-        query = constrain(self.query(queries), "batch", None, "heads", None)
+        query = constrain(self.query(queries), "batch", "sequence", "heads", None)
         keys = KeyValues(
-            constrain(self.key(x), "batch", None, "kv_heads", None),
-            constrain(self.value(x), "batch", None, "kv_heads", None),
+            constrain(self.key(x), "batch", "sequence", "kv_heads", None),
+            constrain(self.value(x), "batch", "sequence", "kv_heads", None),
             position.gates(x),
         )
         return query, keys
@@ -147,7 +150,11 @@ def _linear_attention(
     bias: LinearBias | None,
     places: Places,
 ) -> Float[Array, "B T N V"]:
-    """Attention without a bias or with a linear one, by each device on its own rows and heads."""
+    """Attention without a bias or with a linear one, by each device on its own part."""
+    slopes = None if bias is None else bias.slopes
+    divides = splits(query, "batch", "sequence", "heads", None)
+    if places.whole and shards("sequence") > 1 and divides:
+        return _context_attention(query, key, value, slopes, places)
     # Distances are the same by index, which every engine takes.
     positions = (None, None) if places.counted else (places.query_positions, places.key_positions)
     offset = places.offset
@@ -157,7 +164,7 @@ def _linear_attention(
         query: Array,
         key: Array,
         value: Array,
-        slopes: Array | None,
+        slopes: Slopes | None,
         query_positions: Array | None,
         key_positions: Array | None,
         query_segment_ids: Array | None,
@@ -192,12 +199,59 @@ def _linear_attention(
         query,
         key,
         value,
-        None if bias is None else bias.slopes,
+        slopes,
         *positions,
         places.query_segment_ids,
         places.key_segment_ids,
         traced,
     )
+
+
+def _context_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    slopes: Slopes | None,
+    places: Places,
+) -> Float[Array, "B T N V"]:
+    """`_linear_attention` of sequences that are split over devices."""
+    positions = None if places.counted else places.query_positions
+    # Which heads are steep is not known of slopes that are learned, nor of those of other devices.
+    if isinstance(slopes, np.ndarray) and positions is None and shards("heads") == 1:
+        near = near_heads(slopes, key.shape[2], query.shape[1] // shards("sequence"))
+    else:
+        near = ()
+
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        slopes: Slopes | None,
+        positions: Array | None,
+        segment_ids: Array | None,
+    ) -> Array:
+        return context_attention(
+            query,
+            key,
+            value,
+            slopes,
+            axes=parts_axes("sequence"),
+            near=near,
+            positions=positions,
+            segment_ids=segment_ids,
+        )
+
+    rows = ("batch", "sequence")
+    axes = [
+        (*rows, "heads", None),
+        (*rows, "kv_heads", None),
+        (*rows, "kv_heads", None),
+        ("heads",),
+        rows if positions is not None and positions.ndim == 2 else ("sequence",),
+        rows,
+    ]
+    arrays = query, key, value, slopes, positions, places.query_segment_ids
+    return split(attend, axes, axes[0])(*arrays)
 
 
 class FeedForward(nnx.Module):
@@ -224,7 +278,7 @@ class FeedForward(nnx.Module):
         self, x: Float[Array, "B T D"], training_key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
         """What the layer adds to its input, in the compute dtype."""
-        hidden = constrain(self.up(x), "batch", None, "ff")
+        hidden = constrain(self.up(x), "batch", "sequence", "ff")
         if self.gate is None:
             hidden = self.activation(hidden)
         else:
@@ -255,11 +309,15 @@ class Layer(nnx.Module):
         with jax.named_scope("attention"):
             out, cached = self.attention(self.attention_norm(x), position, places, cached, keys[0])
             x = x[:, -places.num_queries :]
-            x = constrain(x + dropout(out, self.dropout_rate, keys[0], salt=1), "batch", None, None)
+            x = self._added(x, out, keys[0])
         with jax.named_scope("feed_forward"):
             out = self.ff(self.ff_norm(x), keys[1])
-            x = constrain(x + dropout(out, self.dropout_rate, keys[1], salt=1), "batch", None, None)
+            x = self._added(x, out, keys[1])
         return x, cached
+
+    def _added(self, x: Array, out: Array, training_key: Key[Array, ""] | None) -> Array:
+        out = dropout(out, self.dropout_rate, training_key, salt=1)
+        return constrain(x + out, "batch", "sequence", None)
 
 
 def make_norm(config: configs.Model, rngs: nnx.Rngs) -> Any:

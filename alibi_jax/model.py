@@ -4,7 +4,6 @@ Arrays carry their axes in the einsum strings: B batch, T length, D width, V voc
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -13,14 +12,16 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax import config as configs
-from alibi_jax.attention.ring import Rings, empty_rings
+from alibi_jax.attention.ring import empty_rings
 from alibi_jax.attention.statistics import AttentionStatistics
 from alibi_jax.cache import BoundedCache, Cache, KeyValues, bounding_slopes
+from alibi_jax.depth import Depth, Layers, decoded
 from alibi_jax.layers import Layer, dropout, make_norm
 from alibi_jax.placed import Places
 from alibi_jax.positions import METHODS, PositionMethod, make_position_method
 from alibi_jax.segments import segment_positions, segment_runs
 from alibi_jax.sharding import constrain, named_sharding
+from alibi_jax.vocabulary import Vocabulary
 
 
 class Transformer(nnx.Module):
@@ -33,43 +34,19 @@ class Transformer(nnx.Module):
     def __init__(
         self, config: configs.Model, *, vocab_size: int, train_length: int, rngs: nnx.Rngs
     ):
-        width = config.width
-        # Standard deviation 1/sqrt(D), scaled up by sqrt(D) on the way in (Vaswani et al.
-        # 2017, section 3.4): unit-variance inputs, and tied logits of unit scale.
-        make_table = functools.partial(jax.random.normal, shape=(vocab_size, width))
-        self.embedding = nnx.Param(make_table(rngs.params()) * width**-0.5, axes=("vocab", "embed"))
-        self.output = (
-            None
-            if config.tied_embeddings
-            else nnx.Param(make_table(rngs.params()) * width**-0.5, axes=("vocab", "embed"))
-        )
-        self.pattern = config.positions
+        self.vocabulary = Vocabulary(config, vocab_size, rngs)
         # The methods that serve all layers, by name; the others are in the layers.
         self.positions = nnx.Dict(
             {
                 name: make_position_method(name, config, train_length=train_length, rngs=rngs)
-                for name in dict.fromkeys(self.pattern)
+                for name in dict.fromkeys(config.positions)
                 if not METHODS[name].per_layer
             }
         )
-        self.layers = nnx.List(
-            [
-                Layer(config, self._position_of(number), train_length=train_length, rngs=rngs)
-                for number in range(config.num_layers)
-            ]
-        )
+        self.layers = Depth(config, train_length=train_length, rngs=rngs)
         self.norm = make_norm(config, rngs)
         self.dtype = jnp.dtype(config.dtype)
         self.dropout_rate = config.dropout
-        self.remat = config.remat
-
-    def _position_of(self, layer: int) -> str:
-        return self.pattern[layer % len(self.pattern)]
-
-    @property
-    def unembedding(self) -> Float[Array, "V D"]:
-        """What hidden states are multiplied with to give logits, float32."""
-        return (self.embedding if self.output is None else self.output)[...]
 
     @property
     def max_length(self) -> int | None:
@@ -99,19 +76,20 @@ class Transformer(nnx.Module):
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         if training_key is not None:
             # Past the numbers of the embedding's and the layers' dropout.
-            key = jax.random.fold_in(training_key, len(self.layers) + 1)
+            key = jax.random.fold_in(training_key, self.layers.num_layers + 1)
             for method in self.positions.values():
                 drawn = method.training_positions(positions, key, tokens.shape[0])
                 counted, positions = counted and drawn is positions, drawn
         places = Places(positions, positions, segment_ids, segment_ids, 0, counted)
-        return self._run(tokens, places, None, training_key, last)[0]
+        x = self._embedded(tokens, places, training_key)
+        return self.norm(self.layers(x, self.positions, places, training_key, last))
 
     def attention_statistics(self, tokens: Int[Array, "B T"]) -> AttentionStatistics:
         """How each layer attends in `hidden_states` of whole rows: `[L, B, N]`, `[L, B, N, T]`."""
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         places = Places(positions, positions, None, None, 0, True)
         x, layers = self._embedded(tokens, places, None), []
-        for layer, position in self._layers():
+        for layer, position in self.unstacked_layers():
             layers.append(layer.attention.statistics(layer.attention_norm(x), position, places))
             x, _ = layer(x, position, places, None, None)
         return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
@@ -140,11 +118,11 @@ class Transformer(nnx.Module):
             raise ValueError(f"tolerance={tolerance} and gap={gap}: give both, or neither")
         rows = functools.partial(jnp.zeros, dtype=jnp.int32)
         if tolerance is not None and gap is not None:
-            rings = []
-            for number, (layer, position) in enumerate(self._layers()):
-                _, num_kv_heads, head_size = layer.attention.key.kernel.shape
+            rings, pattern = [], self.layers.pattern
+            for number, (stack, position) in enumerate(self.layers.stacked(self.positions)):
+                *_, num_kv_heads, head_size = stack.attention.key.kernel.shape
                 empty_layer = empty_rings(
-                    bounding_slopes(self._position_of(number), position),
+                    bounding_slopes(pattern[number % len(pattern)], position),
                     batch_size=batch_size,
                     capacity=capacity,
                     num_kv_heads=num_kv_heads,
@@ -156,10 +134,10 @@ class Transformer(nnx.Module):
                 rings.append(empty_layer)
             return BoundedCache(tuple(rings), rows(batch_size), jnp.int32(0))
 
-        def empty(layer: Layer, position: PositionMethod) -> KeyValues:
-            projections = layer.attention.key, layer.attention.value
+        def empty(stack: Layer, position: PositionMethod) -> KeyValues:
+            projections = stack.attention.key, stack.attention.value
             key, value = (
-                jnp.zeros((batch_size, capacity, *p.kernel.shape[1:]), self.dtype)
+                jnp.zeros((batch_size, capacity, *p.kernel.shape[2:]), self.dtype)
                 for p in projections
             )
             gates = position.num_gates
@@ -167,7 +145,9 @@ class Transformer(nnx.Module):
                 key, value, jnp.zeros((batch_size, capacity, gates)) if gates else None
             )
 
-        layers = tuple(empty(layer, position) for layer, position in self._layers())
+        layers = tuple(
+            empty(stack, position) for stack, position in self.layers.stacked(self.positions)
+        )
         shape = batch_size, capacity
         return Cache(layers, rows(shape), rows(shape), jnp.int32(0))
 
@@ -177,12 +157,14 @@ class Transformer(nnx.Module):
         cache: Cache | BoundedCache,
         *,
         real: Bool[Array, "B T"] | None = None,
+        layers: Layers | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | BoundedCache]:
         """`hidden_states` of the next tokens of each row, and the cache with them in it.
 
         In chunks of any sizes the outputs are those of the whole. `real` is false for padding,
         before which a row's positions do not count. Past the cache's end outputs are NaN; a
-        bounded cache has none, and what was left out counts in its `left_out`.
+        bounded cache has none, and what was left out counts in its `left_out`. A loop of single
+        tokens gives the `unstacked_layers`, or it would take them from their stacks for each.
 
         Raises:
             ValueError: where it is known while tracing that the tokens don't fit into the cache.
@@ -194,8 +176,11 @@ class Transformer(nnx.Module):
         if isinstance(cache, BoundedCache):
             positions = jnp.maximum(cache.real[:, None] + jnp.cumsum(ids, axis=1) - 1, 0)
             places = Places(positions, positions, ids, ids, cache.used, False)
-            hidden, rings = self._run(tokens, places, cache.layers, None)
-            return hidden, BoundedCache(rings, cache.real + ids.sum(axis=1), cache.used + length)
+            x = self._embedded(tokens, places, None)
+            x, rings = decoded(layers or self.unstacked_layers(), x, places, cache.layers)
+            return self.norm(x), BoundedCache(
+                rings, cache.real + ids.sum(axis=1), cache.used + length
+            )
         capacity = cache.positions.shape[1]
         end = cache.used + length
         if length > capacity or (not isinstance(end, jax.core.Tracer) and end > capacity):
@@ -209,63 +194,34 @@ class Transformer(nnx.Module):
         key_positions = write(cache.positions, positions, cache.used)
         key_ids = write(cache.segment_ids, ids, cache.used)
         places = Places(positions, key_positions, ids, key_ids, cache.used, False)
-        hidden, layers = self._run(tokens, places, cache.layers, None)
+        x = self._embedded(tokens, places, None)
+        x, keys = decoded(layers or self.unstacked_layers(), x, places, cache.layers)
         # A slice written past the end would have been moved back over the last slots.
-        hidden = jnp.where(end <= capacity, hidden, jnp.nan)
-        return hidden, Cache(layers, key_positions, key_ids, end)
+        hidden = jnp.where(end <= capacity, self.norm(x), jnp.nan)
+        return hidden, Cache(keys, key_positions, key_ids, end)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits in float32. Losses project chunk by chunk instead (`losses.token_nll`)."""
-        return jnp.einsum(
-            "btd,vd->btv",
-            hidden,
-            self.unembedding.astype(hidden.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        """Logits in float32. Losses project chunk by chunk instead (`token_nll`)."""
+        return self.vocabulary.logits(hidden)
 
-    def _layers(self) -> list[tuple[Layer, PositionMethod]]:
-        """Each layer with its position method, its own or one that it shares."""
-        return [
-            (layer, layer.attention.position or self.positions[self._position_of(number)])
-            for number, layer in enumerate(self.layers)
-        ]
+    def token_nll(
+        self, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
+    ) -> Float[Array, "B T"]:
+        """Negative log-likelihood in nats of each target, float32."""
+        return self.vocabulary.token_nll(hidden, targets)
+
+    def unstacked_layers(self) -> Layers:
+        """Each layer with its position method."""
+        return self.layers.unstacked(self.positions)
 
     def _embedded(
         self, tokens: Int[Array, "B T"], places: Places, training_key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
-        # Gathered whole: looked up in a table split both ways, rows would be assembled one by one.
-        # In float32: the gradient adds up a row for each time that a token occurs.
-        table = constrain(self.embedding[...], None, None)
-        x = (table[tokens] * math.sqrt(table.shape[1])).astype(self.dtype)
+        x = self.vocabulary.embed(tokens).astype(self.dtype)
         for method in self.positions.values():
             x = method.embed(x, places.query_positions)
-        x = constrain(x, "batch", None, None)
+        x = constrain(x, "batch", "sequence", None)
         return dropout(x, self.dropout_rate, training_key, salt=0)
-
-    def _run(
-        self,
-        tokens: Int[Array, "B T"],
-        places: Places,
-        cached: tuple[KeyValues, ...] | tuple[Rings, ...] | None,
-        training_key: Key[Array, ""] | None,
-        last: int | None = None,
-    ) -> tuple[Float[Array, "B _ D"], tuple[Any, ...]]:
-        x, kept = self._embedded(tokens, places, training_key), []
-        for number, (layer, position) in enumerate(self._layers()):
-            if last is not None and number + 1 == len(self.layers):
-                places = places.ending(last)
-            run = functools.partial(
-                layer,
-                position=position,
-                places=places,
-                cached=cached[number] if cached else None,
-                training_key=None
-                if training_key is None
-                else jax.random.fold_in(training_key, number + 1),
-            )
-            x, keys = jax.checkpoint(run)(x) if self.remat else run(x)
-            kept.append(keys)
-        return self.norm(x), tuple(kept)
 
 
 def make_model(config: configs.Config, vocab_size: int, rngs: nnx.Rngs) -> Transformer:

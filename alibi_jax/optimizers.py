@@ -3,9 +3,12 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 
 from alibi_jax.config import Optimizer
+from alibi_jax.stack import is_stacked
 
 
 def make_schedule(config: Optimizer, steps: int) -> optax.Schedule:
@@ -30,18 +33,19 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
     """Clipping by global norm, the optimizer's direction, decoupled weight decay, the rate.
 
     AdamW (Loshchilov & Hutter 2019), SGD with Nesterov momentum, or Adafactor (Shazeer &
-    Stern 2018). Weight decay is of matrices only, in all three scaled by the rate.
+    Stern 2018). Weight decay is of matrices only, in all three scaled by the rate. Parameters of
+    layers are stacked, and each layer's are treated as a matrix, or a vector, of its own.
     """
     directions = {
         "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2),
         "sgd": lambda: optax.trace(config.momentum, nesterov=True),
         "adafactor": lambda: optax.chain(
-            optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)
+            optax.scale_by_factored_rms(), optax.stateless(_clip_by_rms)
         ),
     }
 
     def matrices(params: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+        return jax.tree.map_with_path(lambda path, x: x.ndim - is_stacked(path) > 1, params)
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
@@ -49,3 +53,17 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
         optax.add_decayed_weights(config.weight_decay, mask=matrices),
         optax.scale_by_learning_rate(make_schedule(config, steps)),
     )
+
+
+def _clip_by_rms(updates: Any, params: Any) -> Any:
+    """Update clipping (Shazeer & Stern 2018, section 6): no matrix has an RMS above 1.
+
+    `optax.clip_by_block_rms` would take a stack for one matrix.
+    """
+
+    def clip(path: Any, x: Array) -> Array:
+        axes = tuple(range(int(is_stacked(path)), x.ndim))
+        rms = jnp.sqrt(jnp.mean(x**2, axis=axes, keepdims=True))
+        return x / jnp.maximum(1.0, rms)
+
+    return jax.tree.map_with_path(clip, updates)

@@ -31,6 +31,12 @@ class Places(NamedTuple):
         """Queries of a row: the last so many of what a layer is given."""
         return self.query_positions.shape[-1]
 
+    @property
+    def whole(self) -> bool:
+        """Whether the queries are the keys, as they are not in decoding."""
+        known = isinstance(self.offset, int) and self.offset == 0
+        return known and self.num_queries == self.key_positions.shape[-1]
+
     def ending(self, number: int) -> "Places":
         """Of the last `number` queries only."""
         before = self.num_queries - number

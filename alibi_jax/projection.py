@@ -8,7 +8,11 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
+
+# What its outputs are called where it is said which arrays to keep for a backward pass.
+PROJECTION = "projection"
 
 
 class Projection(nnx.Module):
@@ -32,7 +36,8 @@ class Projection(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """The product, in the compute dtype."""
-        return _product(self.equation, x.astype(self.dtype), self.kernel[...])
+        out = _product(self.equation, x.astype(self.dtype), self.kernel[...])
+        return checkpoint_name(out, PROJECTION)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

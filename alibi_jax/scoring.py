@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from alibi_jax import memory, sharding
 from alibi_jax.data.windows import EvaluationWindows
-from alibi_jax.losses import token_nll
 
 # Seconds between two times that unfinished work is kept.
 _KEEP_EVERY = 30.0
@@ -65,7 +64,7 @@ class Scorer:
         def nll(params: Any, inputs: Array, targets: Array) -> Array:
             model = nnx.merge(graphdef, params)
             hidden = model.hidden_states(inputs, last=targets.shape[1])
-            return token_nll(hidden, model.unembedding, targets)
+            return model.token_nll(hidden, targets)
 
         # Replicated, so that every process holds all the numbers and adds them up alike.
         self._nll = jax.jit(nll, out_shardings=sharding.named_sharding(mesh))

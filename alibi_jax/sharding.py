@@ -10,14 +10,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 # A logical axis that is not here is not sharded.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
+    "sequence": ("context",),
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -49,25 +51,48 @@ def use_cpu_cores(batch_size: int, sizes: Sequence[int] = (-1,), processes: int 
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    """A mesh over all devices of all processes; one size may be -1, for what the others leave.
+def make_mesh(
+    data: int = -1,
+    fsdp: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+) -> jax.sharding.Mesh:
+    """A mesh over all devices of all processes, or over those given.
 
-    Raises ValueError if the sizes do not multiply to the number of devices.
+    One size may be -1, for what the others leave. Of several slices, between which the network is
+    slow, each has a whole mesh, and `data` goes over them all. Raises ValueError if the sizes do
+    not multiply to the number of devices, or slices do not divide `data`.
     """
-    sizes = dict(zip(MESH_AXES, (data, fsdp, tensor)))
-    devices = jax.device_count()
+    sizes = dict(zip(MESH_AXES, (data, fsdp, context, tensor)))
+    devices = jax.devices() if devices is None else devices
     asked = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     free = [axis for axis, size in sizes.items() if size == -1]
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if len(free) > 1:
         raise ValueError(f"{asked}: only one of them can be -1")
     if free:
-        sizes[free[0]] = devices // fixed
-    if fixed * (sizes[free[0]] if free else 1) != devices:
-        raise ValueError(f"{asked} does not cover {devices} devices: they must multiply to that")
-    return jax.make_mesh(
-        tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+        sizes[free[0]] = len(devices) // fixed
+    if math.prod(sizes.values()) != len(devices):
+        raise ValueError(
+            f"{asked} does not cover {len(devices)} devices: they must multiply to that"
+        )
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if sizes["data"] % slices:
+        raise ValueError(
+            f"{asked}: mesh.data={sizes['data']} does not divide by the {slices} slices, which "
+            "are replicas: choose a multiple"
+        )
+    within = (sizes["data"] // slices, *list(sizes.values())[1:])
+    placed = (
+        mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+        if slices == 1
+        else mesh_utils.create_hybrid_device_mesh(
+            within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
+        )
     )
+    return jax.sharding.Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def axis_size(mesh: jax.sharding.Mesh, logical: str) -> int:
@@ -86,6 +111,11 @@ def shards(logical: str | None) -> int:
     return math.prod(n for axis, n, kind in each if axis in axes and kind != AxisType.Manual)
 
 
+def splits(x: Array | np.ndarray, *logical: str | None) -> bool:
+    """Whether each dimension of `x` divides by the devices along the axis that it is."""
+    return all(length % shards(name) == 0 for length, name in zip(x.shape, logical))
+
+
 def partition_spec(*logical: str | None) -> PartitionSpec:
     """The mesh axes of an array whose dimensions carry these logical names."""
     return PartitionSpec(*(RULES.get(name) if name else None for name in logical))
@@ -96,11 +126,30 @@ def named_sharding(mesh: jax.sharding.Mesh, *logical: str | None) -> NamedShardi
     return NamedSharding(mesh, partition_spec(*logical))
 
 
+def like(array: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
+    """The placement of what belongs to a placed array: of its shape, or of that less one axis.
+
+    Anything else, as a number that belongs to it all, is on every device.
+    """
+    mesh, spec = array.sharding.mesh, array.sharding.spec
+    axes = (*spec, *(None,) * (len(array.shape) - len(spec)))
+    if shape == array.shape:
+        return array.sharding
+    for axis in range(len(array.shape)):
+        if array.shape[:axis] + array.shape[axis + 1 :] == shape:
+            return NamedSharding(mesh, PartitionSpec(*axes[:axis], *axes[axis + 1 :]))
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def constrain(x: Array, *logical: str | None) -> Array:
-    """Asks the compiler for that placement; nothing outside `jax.set_mesh`."""
+    """Asks the compiler for that placement; nothing outside `jax.set_mesh`.
+
+    An axis that does not divide by its devices is whole on each of them.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(*logical))
+    names = [name if n % shards(name) == 0 else None for n, name in zip(x.shape, logical)]
+    return jax.lax.with_sharding_constraint(x, partition_spec(*names))
 
 
 def split(
@@ -117,14 +166,8 @@ def split(
     if all(kind != AxisType.Auto for kind in mesh.axis_types) or mesh.size == 1:
         return function
 
-    def run(*arrays: Array | None) -> Array:
-        divides = all(
-            length % shards(name) == 0
-            for x, names in zip(arrays, axes)
-            if x is not None
-            for length, name in zip(x.shape, names)
-        )
-        if not divides:
+    def run(*arrays: Array | np.ndarray | None) -> Array:
+        if not all(x is None or splits(x, *names) for x, names in zip(arrays, axes)):
             return function(*arrays)
         return jax.shard_map(
             function,
@@ -134,6 +177,13 @@ def split(
         )(*arrays)
 
     return run
+
+
+def parts_axes(logical: str) -> tuple[str, ...]:
+    """The axes of the mesh along which the parts that `split` gives out are parts of `logical`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    return tuple(axis for axis in RULES[logical] if kinds.get(axis) == AxisType.Manual)
 
 
 def local_rows(sharding: NamedSharding, num_rows: int) -> Int[np.ndarray, "b"]:

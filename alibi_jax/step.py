@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from alibi_jax import sharding
 from alibi_jax.config import Config, ConfigError
-from alibi_jax.losses import token_nll, weighted_sum
+from alibi_jax.losses import weighted_sum
 from alibi_jax.model import abstract_model, initial_params
 from alibi_jax.optimizers import make_optimizer
+from alibi_jax.vocabulary import ROWS
 
 Batch = dict[str, Array]
 
@@ -65,11 +66,8 @@ def summed_gradients(
     return total, count, grads
 
 
-def check_fits(config: Config, vocab_size: int | None, mesh: jax.sharding.Mesh) -> None:
-    """Raises ConfigError where a size does not split evenly over the mesh.
-
-    A vocabulary that is not known yet is None, and fits.
-    """
+def check_fits(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError where a size does not split evenly over the mesh."""
     model, train = config.model, config.train
     rows = train.batch_size // train.accumulation
     sizes = {
@@ -81,7 +79,8 @@ def check_fits(config: Config, vocab_size: int | None, mesh: jax.sharding.Mesh) 
             "kv_heads",
         ),
         f"model.ff_width={model.ff_width}": (model.ff_width or 4 * model.width, "ff"),
-        f"the vocabulary of {vocab_size}": (vocab_size or 0, "vocab"),
+        f"the vocabulary in multiples of {ROWS}": (ROWS, "vocab"),
+        f"train.length={train.length}": (train.length, "sequence"),
     }
     for what, (size, logical) in sizes.items():
         devices = sharding.axis_size(mesh, logical)
@@ -103,16 +102,14 @@ class Trainer:
 
     def __post_init__(self) -> None:
         config = self.config
-        check_fits(config, self.vocab_size, self.mesh)
+        check_fits(config, self.mesh)
         self.graphdef, abstract_params = abstract_model(config, self.vocab_size, self.mesh)
         self.tx = make_optimizer(config.optimizer, config.train.steps)
         replicated = sharding.named_sharding(self.mesh)
 
         def place(moment: Any, param: Any) -> jax.ShapeDtypeStruct:
-            # Adafactor's factors are vectors with none of the parameter's axes: replicated.
-            same = moment.shape == param.shape
             return jax.ShapeDtypeStruct(
-                moment.shape, moment.dtype, sharding=param.sharding if same else replicated
+                moment.shape, moment.dtype, sharding=sharding.like(param, moment.shape)
             )
 
         # Left to itself, the compiler replicates moments, and the second step compiles anew.
@@ -160,7 +157,7 @@ class Trainer:
             model = nnx.merge(self.graphdef, params)
             training_key = jax.random.fold_in(key, micro_batch)
             hidden = model.hidden_states(batch["inputs"], training_key=training_key)
-            nll = token_nll(hidden, model.unembedding, batch["targets"])
+            nll = model.token_nll(hidden, batch["targets"])
             return weighted_sum(nll, batch.get("weights"))
 
         total, count, grads = summed_gradients(

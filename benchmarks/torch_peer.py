@@ -102,16 +102,21 @@ def _flex(slopes: Tensor, length: int) -> Callable[..., Tensor]:
 class Transformer(nn.Module):
     """The model of `alibi_jax` with its default choices: ReLU, LayerNorm, tied embeddings.
 
-    Parameters are float32 and have the names and shapes of `weights`; activations are `dtype`,
-    as there.
+    Parameters are float32 and those of `weights`; activations are `dtype`, as there.
     """
 
     def __init__(self, weights: dict[str, np.ndarray], mask: Tensor, dtype: torch.dtype):
         super().__init__()
-        self.weights = nn.ParameterDict(
-            {name.replace(".", "/"): torch.from_numpy(x) for name, x in weights.items()}
-        )
-        self.layers = 1 + max(int(name.split(".")[1]) for name in weights if name[:6] == "layers")
+        # Layers are stacked there; here each has a weight of its own.
+        each = {}
+        for name, x in weights.items():
+            path = name.split(".")
+            if path[0] == "layers":
+                each |= {"/".join(["layers", str(n), *path[2:]]): y for n, y in enumerate(x)}
+            else:
+                each["/".join(path)] = x
+        self.weights = nn.ParameterDict({name: torch.tensor(x) for name, x in each.items()})
+        self.layers = 1 + max(int(name.split("/")[1]) for name in each if name[:6] == "layers")
         self.mask, self.dtype = mask, dtype
 
     def weight(self, *path: str) -> Tensor:
@@ -125,7 +130,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean negative log-likelihood, float32."""
-        table = self.weights["embedding"]
+        table = self.weights["vocabulary/embedding"]
         x = (table[tokens] * table.shape[1] ** 0.5).to(self.dtype)
         for number in range(self.layers):
             layer = ("layers", str(number))
@@ -142,7 +147,7 @@ class Transformer(nn.Module):
             )
             hidden = self.norm(x, *layer, "ff_norm") @ self.weight(*layer, "ff", "up", "kernel")
             x = x + torch.relu(hidden) @ self.weight(*layer, "ff", "down", "kernel")
-        logits = self.norm(x, "norm") @ self.weight("embedding").T
+        logits = self.norm(x, "norm") @ self.weight("vocabulary", "embedding").T
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 

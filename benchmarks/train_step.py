@@ -28,7 +28,6 @@ import _timing
 import jax
 import numpy as np
 from absl import flags
-from jax.sharding import AxisType
 
 from alibi_jax import alibi_slopes, command_line, sharding
 from alibi_jax.config import Config, Model, Optimizer, Train
@@ -137,9 +136,7 @@ def _mesh(name: str, batch: int) -> jax.sharding.Mesh:
         return sharding.make_mesh()
     if name == _SPLIT:
         return sharding.make_mesh(data=1, tensor=-1)
-    axes = sharding.MESH_AXES
-    kinds = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh((1,) * len(axes), axes, kinds, devices=jax.devices()[:1])
+    return sharding.make_mesh(devices=jax.devices()[:1])
 
 
 def _ask(peer: _timing.Peer, name: str, tokens: np.ndarray, weights: pathlib.Path) -> float:

@@ -1,22 +1,28 @@
 """What several test files need."""
 
 import math
+import operator
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
 
 
-def mesh_of(*sizes):
+def mesh_of(data, fsdp, context, tensor):
     """A mesh of these sizes over the first devices that it takes."""
-    from alibi_jax.sharding import MESH_AXES
+    from alibi_jax.sharding import make_mesh
 
-    return jax.make_mesh(
-        sizes,
-        MESH_AXES,
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=jax.devices()[: math.prod(sizes)],
-    )
+    sizes = data, fsdp, context, tensor
+    return make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)])
+
+
+def layers_of(params):
+    """The parameters of each layer, out of their stacks."""
+    stacks = params["layers"]["stacks"]
+    depths = {place: len(jax.tree.leaves(stack)[0]) for place, stack in stacks.items()}
+    return [
+        jax.tree.map(operator.itemgetter(number // len(stacks)), stacks[number % len(stacks)])
+        for number in range(sum(depths.values()))
+    ]
 
 
 def assert_same_arrays(one, other):

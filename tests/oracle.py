@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from helpers import layers_of
 
 
 class Pair(NamedTuple):
@@ -34,17 +35,17 @@ class Pair(NamedTuple):
         return abs(self.i - self.j)
 
 
-def logits(params, config, tokens, positions, visible, *, train_length):
+def logits(params, config, tokens, positions, visible, *, train_length, vocab_size):
     """`[T, V]` of one sequence; `visible[i, j]` where query i sees key j."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     names, shared = config.positions, params.get("positions", {})
-    table = params["embedding"]
+    table = params["vocabulary"]["embedding"]
     x = table[tokens] * math.sqrt(config.width)
     if names[0] in EMBEDDINGS:
         embed, weights = EMBEDDINGS[names[0]], shared.get(names[0])
         x = x + np.array([embed(position, config.width, weights) for position in positions])
-    for number in range(config.num_layers):
-        name, layer = names[number % len(names)], params["layers"][number]
+    for number, layer in enumerate(layers_of(params)):
+        name = names[number % len(names)]
         weights = layer["attention"].get("position") or shared.get(name)
         normed = norm(x, layer["attention_norm"])
         x = x + attention(
@@ -52,7 +53,8 @@ def logits(params, config, tokens, positions, visible, *, train_length):
         )
         hidden = np.maximum(norm(x, layer["ff_norm"]) @ layer["ff"]["up"]["kernel"], 0)
         x = x + hidden @ layer["ff"]["down"]["kernel"]
-    return norm(x, params["norm"]) @ table.T
+    # Rows past the vocabulary are no token's.
+    return norm(x, params["norm"]) @ table[:vocab_size].T
 
 
 def norm(x, weights):

@@ -267,7 +267,7 @@ def test_a_device_holds_its_part_of_rows_and_heads(monkeypatch):
     arrays = queries_and_keys(64, batch=4, heads=8, kv_heads=2)
     one = measure(*arrays)
     monkeypatch.setattr(statistics, "SCORES", 2 * 4 * 64 * 10)
-    with jax.set_mesh(mesh_of(2, 1, 2)):
+    with jax.set_mesh(mesh_of(2, 1, 1, 2)):
         traced = jax.jit(measure).trace(*arrays)
         several = jax.jit(measure)(*arrays)
     assert "4,8,10,64" in str(traced.jaxpr)

@@ -127,7 +127,7 @@ def results(folder):
         ("--config.model.num_heads=x", ["model.num_heads='x'", "type int"]),
         ("--config.model.num_heads=2.5", ["model.num_heads='2.5'", "type int"]),
         ("--config.model.num_kv_heads=x", ["model.num_kv_heads='x'", "type int | None"]),
-        ("--config.model.remat=maybe", ["model.remat='maybe'", "type bool"]),
+        ("--config.model.tied_embeddings=maybe", ["model.tied_embeddings='maybe'", "type bool"]),
         ("--config.optimizer.learning_rate=fast", ["optimizer.learning_rate='fast'", "float"]),
         ("--config.model.num_heads=7", ["model.num_heads=7", "model.width=128", "1, 2, 4"]),
         (
@@ -317,7 +317,7 @@ def test_eval_refuses_parameters_that_do_not_fit_their_metadata(tmp_path):
     metadata = Metadata(4, dataclasses.asdict(config), "text", {"kind": "bytes"}, 256, provenance())
     with Checkpoints(tmp_path / "run", Checkpoint()) as checkpoints:
         checkpoints.save(params, {"count": params["norm"]["bias"]}, metadata)
-    says = ["embedding", "(256, 16)", "(256, 32)", "another workdir"]
+    says = ["params: layers.stacks.0", "(1, 16, 2, 8)", "(1, 32, 2, 16)", "another workdir"]
     refuses("eval.py", "--workdir=run", cwd=tmp_path, says=says)
 
 

@@ -201,7 +201,7 @@ def test_every_number_has_a_least_value():
         for key, value in flatten(Config()).items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    assert numbers - {"mesh.data", "mesh.fsdp", "mesh.tensor"} <= set(NOT_NEGATIVE)
+    assert numbers - {"mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor"} <= set(NOT_NEGATIVE)
 
 
 @pytest.mark.parametrize("key", checks._BELOW_ONE)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from alibi_jax.data.windows import evaluation_windows, fixed_context_windows, sample_targets
 from alibi_jax.evaluation.bootstrap import Clusters, clusters
 from alibi_jax.evaluation.decomposition import decompose
+from alibi_jax.losses import token_nll
 from alibi_jax.scoring import Scorer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -30,9 +31,8 @@ class Planted(nnx.Module):
         self.loss = loss
         self.table = nnx.Param(jnp.eye(VOCAB))
 
-    @property
-    def unembedding(self):
-        return self.table[...]
+    def token_nll(self, hidden, targets):
+        return token_nll(hidden, self.table[...], targets)
 
     def hidden_states(self, tokens, last):
         length = tokens.shape[1]
@@ -58,7 +58,7 @@ def both(seen, length):
 
 def score(loss, windows, tokens, devices=1):
     graphdef, params = nnx.split(Planted(loss), nnx.Param)
-    mesh = mesh_of(devices, 1, 1)
+    mesh = mesh_of(devices, 1, 1, 1)
     params = jax.device_put(nnx.to_pure_dict(params), jax.NamedSharding(mesh, jax.P()))
     return Scorer(graphdef, mesh, 256)(params, tokens, windows, "test")
 

@@ -37,7 +37,9 @@ def stream(num_tokens):
     return np.random.default_rng(0).integers(0, VOCAB, num_tokens).astype(np.uint16)
 
 
-def report(tokens, num_windows, *, position="alibi", length=LENGTH, params=None, sizes=(1, 1, 1)):
+def report(
+    tokens, num_windows, *, position="alibi", length=LENGTH, params=None, sizes=(1, 1, 1, 1)
+):
     mesh = mesh_of(*sizes)
     graphdef, abstract = abstract_model(config_of(position), VOCAB, mesh)
     params = fresh_params(position) if params is None else params
@@ -47,7 +49,7 @@ def report(tokens, num_windows, *, position="alibi", length=LENGTH, params=None,
 
 def expected(tokens, starts, position="alibi"):
     """The report over windows at these places, from one window at a time."""
-    graphdef, _ = abstract_model(config_of(position), VOCAB, mesh_of(1, 1, 1))
+    graphdef, _ = abstract_model(config_of(position), VOCAB, mesh_of(1, 1, 1, 1))
     params = jax.tree.map(jnp.asarray, fresh_params(position))
     measure = jax.jit(nnx.merge(graphdef, params).attention_statistics)
     of_windows = [measure(jnp.asarray(tokens[None, s : s + LENGTH], jnp.int32)) for s in starts]
@@ -106,7 +108,7 @@ def test_any_method_is_reported(position):
     assert_same(report(tokens, 2, position=position), expected(tokens, [0, 22], position))
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (4, 1, 1, 1), (2, 2, 1, 2)])
 def test_devices_change_nothing(sizes):
     """Five windows: the last batch is filled up."""
     tokens = stream(61)
@@ -123,7 +125,7 @@ def test_resolution_is_of_the_mean_scores():
 def test_a_changed_head_changes_its_numbers_alone():
     tokens, params = stream(30), jax.tree.map(np.copy, fresh_params())
     before = report(tokens, 2)
-    params["layers"][LAYERS - 1]["attention"]["query"]["kernel"][:, 1] *= 3
+    params["layers"]["stacks"][0]["attention"]["query"]["kernel"][LAYERS - 1, :, 1] *= 3
     after = report(tokens, 2, params=params)
     for layer in range(LAYERS):
         for head in range(HEADS):
@@ -158,6 +160,7 @@ def test_what_cannot_be_measured_is_refused():
         report(stream(30), 0)
     with pytest.raises(ValueError, match=r"learned positions end at 16"):
         report(stream(30), 1, position="learned", length=17)
-    params = fresh_params() | {"embedding": np.full((VOCAB, 16), np.nan, np.float32)}
+    params = fresh_params()
+    params["vocabulary"] = jax.tree.map(lambda x: x * np.nan, params["vocabulary"])
     with pytest.raises(ValueError, match=r"length=8 is not finite"):
         report(stream(30), 2, params=params)

@@ -264,7 +264,7 @@ def test_a_length_that_does_not_fit_says_so_and_the_others_go_on(evaluated, monk
 @pytest.mark.parametrize("value", [math.nan, 1e30])
 def test_a_loss_that_is_no_number_gives_a_row_that_says_so(value, run, evaluated):
     params = dict(run.params)
-    params["embedding"] = jax.tree.map(lambda x: x * value, params["embedding"])
+    params["vocabulary"] = jax.tree.map(lambda x: x * value, params["vocabulary"])
     broken = dataclasses.replace(run, params=params)
     entry = evaluated([LENGTH], run=broken)
     assert all("nats" in row["error"] for row in entry["rows"])

@@ -116,7 +116,13 @@ def expected(case, tokens, positions=None, segment_ids=None, params=None, **chan
     for row, row_positions, ids in zip(tokens, positions, segment_ids):
         visible = np.tri(length, dtype=bool) & (ids[:, None] == ids) & (ids != 0)
         logits = oracle.logits(
-            params, config, row, row_positions, visible, train_length=TRAIN_LENGTH
+            params,
+            config,
+            row,
+            row_positions,
+            visible,
+            train_length=TRAIN_LENGTH,
+            vocab_size=VOCAB,
         )
         rows.append(np.where(ids[:, None], logits, 0.0))
     return np.array(rows)
@@ -310,7 +316,7 @@ def test_gradients_with_and_without_rematerialisation(case):
         return jax.value_and_grad(loss, has_aux=True)(params)
 
     (_, logits), gradients = loss_and_gradients(make(case))
-    (_, again), others = loss_and_gradients(make(case, remat=True))
+    (_, again), others = loss_and_gradients(make(case, remat="full"))
     assert_exact(logits, expected(case, tokens))
     assert_exact(again, expected(case, tokens))
     for (path, one), other in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(others)):
@@ -373,12 +379,12 @@ def on_eight_devices(case):
     """(graphdef, parameters, tokens, mesh) of one layer, split every way."""
     config = Config(model=config_of(case, num_layers=1))
     config.train.length = TRAIN_LENGTH
-    mesh = mesh_of(2, 2, 2)
+    mesh = mesh_of(2, 2, 1, 2)
     graphdef, abstract = abstract_model(config, VOCAB, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     params = jax.device_put(params_of(make(case, num_layers=1)), shardings)
-    kernel = params["layers"][0]["attention"]["query"]["kernel"]
-    assert kernel.sharding.shard_shape(kernel.shape) == (8, 2, 4)
+    kernel = params["layers"]["stacks"][0]["attention"]["query"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (1, 8, 2, 4)
     tokens = jax.device_put(some_tokens(), named_sharding(mesh, "batch", None))
     return graphdef, params, tokens, mesh
 
@@ -430,7 +436,7 @@ def test_attention_statistics(case, monkeypatch):
 @pytest.mark.parametrize("case", PLACES)
 def test_attention_statistics_of_a_model_in_training(case, monkeypatch):
     """Dropout and remat are the training step's alone."""
-    model = make(case, remat=True, dropout=0.5, attention_dropout=0.5, activation_dropout=0.5)
+    model = make(case, remat="full", dropout=0.5, attention_dropout=0.5, activation_dropout=0.5)
     tokens = some_tokens()
     measured = model.attention_statistics(jnp.asarray(tokens))
     assert_same_statistics(measured, expected_statistics(case, tokens, monkeypatch))
@@ -476,7 +482,7 @@ def test_c1_half_precision_is_near_float32_at_length_4096(position):
         config = Model(position=position, num_layers=1, width=16, num_heads=2, dtype=dtype)
         model = Transformer(config, vocab_size=VOCAB, train_length=4096, rngs=nnx.Rngs(0))
         # Attention weighs more than what it is added to.
-        model.layers[0].attention.out.kernel[...] *= 4
+        model.layers.stacks[0].attention.out.kernel[...] *= 4
         *first, last = jnp.split(tokens, 16, axis=1)
         # Keys of a single layer need no attention, and the compiler leaves it out.
         fill = jax.jit(lambda part, cache, decode=model.decode: decode(part, cache)[1])

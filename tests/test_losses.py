@@ -101,7 +101,7 @@ def test_any_mesh_may_be_set(axes, shape):
 def test_a_part_of_a_batch_is_not_divided_again():
     hidden, table, targets = arrays(2 * CHUNK, batch=4)
     rows = jax.sharding.PartitionSpec("data")
-    with jax.set_mesh(mesh_of(2, 1, 1)):
+    with jax.set_mesh(mesh_of(2, 1, 1, 1)):
         split = jax.shard_map(
             token_nll,
             in_specs=(rows, jax.sharding.PartitionSpec(), rows),
@@ -155,7 +155,7 @@ def test_no_device_holds_more_logits_than_are_allowed(devices):
     chunks = math.ceil(length / (losses.LOGITS * devices // (batch * vocab_size)))
     size = math.ceil(length / chunks)
     logits = batch * length * vocab_size
-    with jax.set_mesh(mesh_of(devices, 1, 1)):
+    with jax.set_mesh(mesh_of(devices, 1, 1, 1)):
         jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1), has_aux=True))(*arguments).jaxpr
     jaxprs = list(every_jaxpr(jaxpr))
     shapes = {

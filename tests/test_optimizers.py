@@ -1,4 +1,5 @@
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,9 @@ def gradient(step, params):
     return jax.tree.map(lambda leaf: jnp.sin(leaf * (step + 2)) + 0.1, params)
 
 
-def updates_of(tx, steps=4, gradient=gradient):
-    """The updates of a few steps from `params`, which move along."""
-    current = params()
+def updates_of(tx, steps=4, gradient=gradient, current=None):
+    """The updates of a few steps from `params`, or those given, which move along."""
+    current = params() if current is None else current
     state = tx.init(current)
     taken = []
     for step in range(steps):
@@ -46,6 +47,12 @@ def constant(**values):
     """A bare optimizer, but for what is given."""
     bare = {"schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "clip_norm": 0.0}
     return Optimizer(**(bare | {"learning_rate": 0.1} | values))
+
+
+def stacked(tree, count=3):
+    """As the parameters of so many layers, each of them other numbers."""
+    scales = 1.0 + np.arange(count)
+    return {"layers": jax.tree.map(lambda x: jnp.stack([n * x for n in scales]), tree)}
 
 
 # Schedules: 10 steps of warm-up, 100 of decay.
@@ -151,6 +158,26 @@ def test_rate_follows_the_schedule(name):
     config = constant(name=name, schedule="linear", final_fraction=0.0, warmup_steps=2)
     slow, fast = (updates_of(make_optimizer(c, 9), 1) for c in (config, constant(name=name)))
     assert_same(slow, jax.tree.map(lambda leaf: leaf / 3, fast))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stacked_layers_are_updated_as_each_alone(name):
+    """Decay is of matrices, and Adafactor's clipping of each layer's."""
+    # Factored from 128 on.
+    large = np.asarray(np.random.default_rng(0).normal(size=(128, 130)), np.float32)
+    tree = params() | {"large": jnp.asarray(large)}
+    tx = make_optimizer(constant(name=name, weight_decay=0.3), STEPS)
+
+    # So large that Adafactor has to clip, and each layer by another factor.
+    def large_gradient(step, tree):
+        return jax.tree.map(lambda x: jnp.sin(x * (step + 2)) * 10.0**step, tree)
+
+    together = updates_of(tx, 3, large_gradient, stacked(tree))
+    for number in range(3):
+        nth = operator.itemgetter(number)
+        layer = jax.tree.map(nth, stacked(tree)["layers"])
+        for one, other in zip(updates_of(tx, 3, large_gradient, layer), together):
+            assert_same(jax.tree.map(nth, other["layers"]), one)
 
 
 def test_gradients_are_clipped_to_their_global_norm():

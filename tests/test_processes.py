@@ -77,7 +77,7 @@ def losses(workdir):
 
 def saved_state(config, workdir, step=None):
     """(step, all that its checkpoint holds); the latest one, unless told."""
-    trainer = Trainer(config, 256, mesh_of(1, 1, 1))
+    trainer = Trainer(config, 256, mesh_of(1, 1, 1, 1))
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.check_step(step)
         return step, checkpoints.restore(step, **trainer.abstract_state._asdict())

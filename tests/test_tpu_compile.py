@@ -53,13 +53,12 @@ STEP = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
 from alibi_jax.config import Config, Model, Train
-from alibi_jax.sharding import MESH_AXES
+from alibi_jax.sharding import make_mesh
 from alibi_jax.step import Trainer
 
 devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
-mesh = Mesh(np.reshape(devices, (2, 1, 2)), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+mesh = make_mesh(data=2, tensor=2, devices=devices)
 model = Model(position=sys.argv[1], num_layers=1, width=256, num_heads=4, dtype="bfloat16")
 trainer = Trainer(Config(model=model, train=Train(length=1024, batch_size=4)), 256, mesh)
 tokens = jax.ShapeDtypeStruct((4, 1024), jnp.int32, sharding=trainer.batch_sharding)
@@ -69,6 +68,22 @@ with jax.set_mesh(mesh):
     )
 text = lowered.compile().as_text()
 print([name for name in ("forward", "backward") if f"alibi_{name}_kernel" in text])
+"""
+
+
+SLICES = """
+from jax.experimental import topologies
+from alibi_jax.sharding import make_mesh
+
+devices = topologies.get_topology_desc("v5e:4x4", platform="tpu", num_slices=2).devices
+mesh = make_mesh(data=4, fsdp=2, context=2, tensor=2, devices=devices)
+assert len(set(mesh.devices.flat)) == 32
+of_row = [{device.slice_index for device in row.flat} for row in mesh.devices]
+print(dict(mesh.shape), of_row)
+try:
+    make_mesh(data=1, fsdp=-1, devices=devices)
+except ValueError as error:
+    print(error)
 """
 
 
@@ -114,6 +129,14 @@ def test_b11_gradients_take_memory_linear_in_the_length():
             ("v6e:2x2", 8192, True, "float32", 64, True),
         ]
     )
+
+
+def test_slices_are_replicas():
+    """What goes over the slow network between them is the sum of gradients alone."""
+    mesh, refused = printed(SLICES).splitlines()
+    sizes = {"data": 4, "fsdp": 2, "context": 2, "tensor": 2}
+    assert mesh == f"{sizes} {[{0}, {0}, {1}, {1}]}"
+    assert "mesh.data=1 does not divide by the 2 slices" in refused
 
 
 def test_a_sharded_training_step_uses_the_kernels():

@@ -10,6 +10,7 @@ from alibi_jax.config.parts import (
     NORMS,
     OPTIMIZERS,
     POSITIONS,
+    REMATS,
     RESCALINGS,
     SCHEDULES,
     TOKENIZERS,
@@ -79,6 +80,7 @@ _CHOICES = {
     "model.activation": ACTIVATIONS,
     "model.norm": NORMS,
     "model.dtype": DTYPES,
+    "model.remat": REMATS,
     "data.tokenizer": TOKENIZERS,
     "optimizer.name": OPTIMIZERS,
     "optimizer.schedule": SCHEDULES,
@@ -155,7 +157,7 @@ def check_ranges(values: dict[str, Any]) -> None:
         raise ConfigError(
             f"model.rotary_fraction={values['model.rotary_fraction']} must be above 0 and at most 1"
         )
-    for axis in ("data", "fsdp", "tensor"):
+    for axis in ("data", "fsdp", "context", "tensor"):
         size = values[f"mesh.{axis}"]
         if size != -1 and size < 1:
             raise ConfigError(f"mesh.{axis}={size} must be a number of devices, or -1 for the rest")

@@ -33,6 +33,7 @@ RESCALINGS: dict[str, tuple[str, ...]] = {
     "yarn": ("rotary",),
 }
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu")
+REMATS = ("none", "projections", "full")
 NORMS = ("layernorm", "rmsnorm")
 DTYPES = ("float32", "bfloat16", "float16")
 # Datasets that are read from `data.path`.
@@ -97,8 +98,9 @@ class Model(Section):
     activation_dropout: float = 0.0
     # Of activations; parameters, softmax and losses are float32 always.
     dtype: str = "float32"
-    # Recompute each layer in the backward pass instead of keeping its activations.
-    remat: bool = False
+    # What of a layer the backward pass computes again instead of keeping it: "none"; all but its
+    # "projections"; "full": all but its input.
+    remat: str = "none"
 
     @property
     def positions(self) -> tuple[str, ...]:
@@ -161,6 +163,9 @@ class Checkpoint(Section):
 class Mesh(Section):
     """Devices along each axis; -1: all that the others leave."""
 
+    # Rows of the batch; parameters too, gathered where they are used; positions of a sequence;
+    # heads, feed-forward and vocabulary.
     data: int = -1
     fsdp: int = 1
+    context: int = 1
     tensor: int = 1

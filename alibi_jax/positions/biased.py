@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -19,6 +20,7 @@ from alibi_jax.biases import (
     sandwich_ratios,
     t5_bias_at,
 )
+from alibi_jax.biases.alibi import Slopes
 from alibi_jax.positions.base import PositionMethod
 
 
@@ -33,13 +35,14 @@ class Alibi(PositionMethod):
         self.num_heads = num_heads
         self.factor = factor
 
-    def slopes(self) -> Float[Array, "N"]:
+    def slopes(self) -> Slopes:
         """Of all heads, whatever the sharding."""
-        return alibi_slopes(self.num_heads)
+        # Numbers also where this is traced, from which it is decided what to compute.
+        return np.asarray(alibi_slopes(self.num_heads)) / np.float32(self.factor)
 
     def bias(self) -> Bias:
         """The linear bias."""
-        return LinearBias(self.slopes() / self.factor)
+        return LinearBias(self.slopes())
 
 
 class AlibiLearned(Alibi):
@@ -54,7 +57,7 @@ class AlibiLearned(Alibi):
 
     def slopes(self) -> Float[Array, "N"]:
         """As they are by now."""
-        return jnp.exp(self.log_slopes[...])
+        return jnp.exp(self.log_slopes[...]) / self.factor
 
 
 class T5(PositionMethod):
