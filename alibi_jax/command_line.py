@@ -20,6 +20,9 @@ _COORDINATOR = flags.DEFINE_string(
 )
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many, with --coordinator.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which one this is, with --coordinator.")
+_JOIN_TIMEOUT = flags.DEFINE_integer(
+    "join_timeout", 300, "Seconds in which all processes must have started."
+)
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -54,7 +57,7 @@ def start_devices(batch_size: int = 0, sizes: Sequence[int] = (-1,)) -> None:
     `batch_size` rows are to split evenly over a mesh of these `sizes`.
     """
     sharding.use_cpu_cores(batch_size, sizes, _NUM_PROCESSES.value or 1)
-    processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
 
 
 def _named_config(argv: list[str]) -> str | None:
@@ -124,9 +127,9 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         kind = "" if known else f"{type(error).__name__}: "
         hint = "" if known or _DEBUG.value else " (--debug shows where)"
         _fail(f"{kind}{message}{hint}")
+    processes.leave()
     sys.exit(code)
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    processes.fail(message, code)

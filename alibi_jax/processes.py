@@ -1,41 +1,77 @@
 """Several processes that are one run: how they join, wait for each other, and stop together."""
 
+import os
 import signal
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed
+from jax._src import clusters, distributed
 from jax.experimental import multihost_utils
+
+from alibi_jax.lifeline import Lifeline
+from alibi_jax.roll_call import LaunchError, roll_call
 
 Prepared = TypeVar("Prepared")
 
 # Preparing may take long; a process that has died is noticed by its heartbeat long before.
 _PATIENCE_MS = 24 * 60 * 60 * 1000
+# This process's, once it has joined others.
+_lifelines: list[Lifeline] = []
 
 
 def join(
-    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    timeout: int = 300,
 ) -> None:
     """Joins the other processes of this run, if there are any; before any device is used.
 
-    Without arguments, JAX looks for the launcher that started them (Cloud TPU, GKE, SLURM, Open
-    MPI); where it finds none, this process is alone.
+    Without the first three, JAX looks for the launcher that started them (Cloud TPU, GKE, SLURM,
+    Open MPI); where it finds none, this process is alone. Raises LaunchError where after `timeout`
+    seconds not all of them are there.
     """
     given = (coordinator, num_processes, process_id)
-    if None not in given:
-        jax.distributed.initialize(*given)
-    elif given != (None, None, None):
-        raise ValueError("--coordinator, --num_processes and --process_id go together")
-    else:
-        try:
-            jax.distributed.initialize()
-        except ValueError as error:
-            # What JAX says where no launcher names a coordinator; anything else is a launch
-            # gone wrong, which must not go on as many runs of one process each.
-            if "coordinator_address should be defined" not in str(error):
-                raise
+    if given == (None, None, None):
+        # What JAX would find, too; it has no public name.
+        coordinator, num_processes, process_id, _ = (
+            clusters.ClusterEnv.auto_detect_unset_distributed_params(
+                os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, timeout
+            )
+        )
+        if coordinator is None:
+            return
+    if coordinator is None or num_processes is None or process_id is None:
+        raise LaunchError("--coordinator, --num_processes and --process_id go together")
+    if not 0 <= process_id < num_processes:
+        raise LaunchError(
+            f"--process_id={process_id} must be from 0 to {num_processes - 1}, one less than "
+            f"--num_processes={num_processes}"
+        )
+    if not coordinator.rpartition(":")[2].isdigit():
+        raise LaunchError(f"--coordinator={coordinator} must be host:port of process 0")
+    peers = roll_call(coordinator, num_processes, process_id, timeout)
+    _lifelines.append(Lifeline(process_id, num_processes, peers))
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, initialization_timeout=timeout
+    )
+
+
+def leave() -> None:
+    """Tells the others that this process ends as it should."""
+    if _lifelines:
+        _lifelines[0].leave()
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Ends this process with one line, and the others soon after."""
+    if _lifelines:
+        _lifelines[0].fail(message, code)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def say(text: str) -> None:

@@ -252,7 +252,28 @@ def test_two_processes_are_one_run(launch_two, launch, text_config, tmp_path):
     assert train(text_config, resumed) == 20
     np.testing.assert_allclose(losses(resumed), losses(one), rtol=1e-4)
 
+    check_one_that_is_killed(launch_two, text_config, two, tmp_path)
     check_evaluations_agree(launch_two, launch, two, tmp_path)
+
+
+def check_one_that_is_killed(launch_two, config, undisturbed, tmp_path):
+    """The other stops, and the same command on both goes on as if nothing had been."""
+    workdir = tmp_path / "killed"
+    first, second = launch_two("train.py", *train_flags(config, workdir))
+    wait_for(lambda: len(lines(workdir)) >= 12, second)
+    # Stopped first, so that the run cannot end between the look and the kill.
+    second.send_signal(signal.SIGSTOP)
+    assert len(lines(workdir)) < 20
+    second.kill()
+    _, errors = finish(first, code=1)
+    assert "Traceback" not in errors
+    last = errors.splitlines()[-1]
+    assert "error: process 0 of 2 stops, because process 1 has stopped" in last
+    assert "the same command on all of them goes on from the last checkpoint" in last
+    for process in launch_two("train.py", *train_flags(config, workdir)):
+        finish(process)
+    assert lines(workdir) == lines(undisturbed)
+    assert_same_arrays(saved_state(config, workdir), saved_state(config, undisturbed))
 
 
 def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
@@ -292,6 +313,17 @@ def test_two_processes_stop_at_the_same_step(launch_two, text_config, tmp_path):
     step, state = saved_state(text_config, workdir)
     assert lines(workdir)[-1]["step"] == step - step % 2 < text_config.train.steps
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_a_process_that_is_missing_is_named(launch, text_config, tmp_path):
+    with socket.create_server(("localhost", 0)) as free:
+        coordinator = f"--coordinator=localhost:{free.getsockname()[1]}"
+    flags = [*train_flags(text_config, tmp_path / "run"), coordinator, "--join_timeout=1"]
+    alone = launch("train.py", *flags, "--num_processes=2", "--process_id=0", devices=1)
+    _, errors = finish(alone, code=1)
+    (line,) = errors.splitlines()
+    assert line.startswith("error: process 1 of 2 did not start within 1 s: start all of them")
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_one_process_cannot_prepare_all_processes_refuse(launch_two, text_config, tmp_path):
