@@ -5,11 +5,12 @@ table and what it says. --workdir again, or a pattern as 'runs/*', puts runs sid
 at any moment, the same command goes on where it was. README.md has the rest.
 """
 
-import pathlib
+import dataclasses
 
 from absl import flags
 
 from alibi_jax import command_line
+from alibi_jax.config import parse_mesh
 
 _WORKDIR = flags.DEFINE_multi_string(
     "workdir", None, "A run to evaluate, or a pattern of them; may be repeated."
@@ -47,16 +48,20 @@ _PASSAGE = flags.DEFINE_integer("passage", 200, "Targets in the passage that the
 _SEED = flags.DEFINE_integer("seed", 0, "Of the sample, and of the bootstrap.")
 _STEP = flags.DEFINE_integer("step", None, "The checkpoint; default: the latest.")
 _BATCH_TOKENS = flags.DEFINE_integer("batch_tokens", 8192, "Tokens a batch, at every length.")
+_MESH = flags.DEFINE_string(
+    "mesh", "", "Devices along each axis, as fsdp=4,context=2; default: each takes whole windows."
+)
 _OUT = flags.DEFINE_string("out", None, "Where to write; default: eval/ in the first workdir.")
 
 
 def main() -> int:
     """Flags in, one call out."""
-    command_line.start_devices()
+    sizes = dataclasses.astuple(parse_mesh(_MESH.value))
+    command_line.start_devices(sizes=sizes)
     from alibi_jax.evaluation import evaluate
 
     return evaluate(
-        _WORKDIR.value or [],
+        [str(command_line.folder("workdir", name)) for name in _WORKDIR.value or []],
         lengths=_LENGTHS.value,
         protocols=_PROTOCOLS.value,
         rescalings=_RESCALINGS.value,
@@ -70,7 +75,8 @@ def main() -> int:
         seed=_SEED.value,
         step=_STEP.value,
         batch_tokens=_BATCH_TOKENS.value,
-        out=pathlib.Path(_OUT.value) if _OUT.value else None,
+        mesh=_MESH.value,
+        out=command_line.folder("out", _OUT.value) if _OUT.value else None,
     )
 
 

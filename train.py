@@ -13,6 +13,12 @@ from ml_collections import config_flags
 from alibi_jax import command_line, processes
 
 _CONFIG = command_line.define_config(pathlib.Path(__file__).parent / "configs" / "tiny.py")
+_PLAN = flags.DEFINE_string(
+    "plan",
+    None,
+    "Plan the run for devices that need not be here, and train nothing: v5e:16x16, cpu:8, ...; "
+    "v5e:16x16,search tries several meshes.",
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where to; default: runs/ and the config's name.")
 
 
@@ -20,8 +26,12 @@ def main() -> int:
     """Flags in, one call out."""
     config = _CONFIG.value
     config.check()
+    if _PLAN.value:
+        from alibi_jax.plan import plan
+
+        return plan(config, _PLAN.value)
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
-    workdir = pathlib.Path(_WORKDIR.value or f"runs/{name}")
+    workdir = command_line.folder("workdir", _WORKDIR.value or f"runs/{name}")
     command_line.start_devices(
         config.train.batch_size // config.train.accumulation,
         tuple(dataclasses.asdict(config.mesh).values()),

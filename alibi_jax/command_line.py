@@ -60,6 +60,15 @@ def start_devices(batch_size: int = 0, sizes: Sequence[int] = (-1,)) -> None:
     processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
 
 
+def folder(flag: str, name: str) -> pathlib.Path:
+    """A folder that a flag names. Raises ConfigError for the address of a bucket."""
+    if "://" in name:
+        raise ConfigError(
+            f"--{flag}={name} is no folder: mount the bucket on all machines, and give the folder"
+        )
+    return pathlib.Path(name)
+
+
 def _named_config(argv: list[str]) -> str | None:
     for index, argument in enumerate(argv):
         name, equals, value = argument.partition("=")

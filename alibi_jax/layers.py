@@ -321,6 +321,9 @@ class Layer(nnx.Module):
 
 
 def make_norm(config: configs.Model, rngs: nnx.Rngs) -> Any:
-    """LayerNorm or RMSNorm over the width: statistics float32, result in the compute dtype."""
+    """LayerNorm or RMSNorm over the width, float32, for the gradient of its scale is too.
+
+    That is a sum over all tokens, and over all devices.
+    """
     kind = nnx.LayerNorm if config.norm == "layernorm" else nnx.RMSNorm
-    return kind(config.width, dtype=jnp.dtype(config.dtype), rngs=rngs)
+    return kind(config.width, dtype=jnp.float32, rngs=rngs)

@@ -20,8 +20,8 @@ from alibi_jax.layers import Layer, dropout, make_norm
 from alibi_jax.placed import Places
 from alibi_jax.positions import METHODS, PositionMethod, make_position_method
 from alibi_jax.segments import segment_positions, segment_runs
-from alibi_jax.sharding import constrain, named_sharding
-from alibi_jax.vocabulary import Vocabulary
+from alibi_jax.sharding import RULES, axis_size, constrain, named_sharding
+from alibi_jax.vocabulary import ROWS, Vocabulary
 
 
 class Transformer(nnx.Module):
@@ -82,7 +82,7 @@ class Transformer(nnx.Module):
                 counted, positions = counted and drawn is positions, drawn
         places = Places(positions, positions, segment_ids, segment_ids, 0, counted)
         x = self._embedded(tokens, places, training_key)
-        return self.norm(self.layers(x, self.positions, places, training_key, last))
+        return self._normed(self.layers(x, self.positions, places, training_key, last))
 
     def attention_statistics(self, tokens: Int[Array, "B T"]) -> AttentionStatistics:
         """How each layer attends in `hidden_states` of whole rows: `[L, B, N]`, `[L, B, N, T]`."""
@@ -178,7 +178,7 @@ class Transformer(nnx.Module):
             places = Places(positions, positions, ids, ids, cache.used, False)
             x = self._embedded(tokens, places, None)
             x, rings = decoded(layers or self.unstacked_layers(), x, places, cache.layers)
-            return self.norm(x), BoundedCache(
+            return self._normed(x), BoundedCache(
                 rings, cache.real + ids.sum(axis=1), cache.used + length
             )
         capacity = cache.positions.shape[1]
@@ -197,8 +197,11 @@ class Transformer(nnx.Module):
         x = self._embedded(tokens, places, None)
         x, keys = decoded(layers or self.unstacked_layers(), x, places, cache.layers)
         # A slice written past the end would have been moved back over the last slots.
-        hidden = jnp.where(end <= capacity, self.norm(x), jnp.nan)
+        hidden = jnp.where(end <= capacity, self._normed(x), jnp.nan)
         return hidden, Cache(keys, key_positions, key_ids, end)
+
+    def _normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.norm(x).astype(self.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32. Losses project chunk by chunk instead (`token_nll`)."""
@@ -222,6 +225,28 @@ class Transformer(nnx.Module):
             x = method.embed(x, places.query_positions)
         x = constrain(x, "batch", "sequence", None)
         return dropout(x, self.dropout_rate, training_key, salt=0)
+
+
+def check_model_fits(model: configs.Model, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError where a size of the model does not split evenly over the mesh."""
+    kv_heads = model.num_kv_heads or model.num_heads
+    ff = model.ff_width or 4 * model.width
+    check_divides(f"model.width={model.width}", model.width, "embed", mesh)
+    check_divides(f"model.num_heads={model.num_heads}", model.num_heads, "heads", mesh)
+    check_divides(f"model.num_kv_heads={model.num_kv_heads}", kv_heads, "kv_heads", mesh)
+    check_divides(f"model.ff_width={model.ff_width}", ff, "ff", mesh)
+    check_divides(f"the vocabulary in multiples of {ROWS}", ROWS, "vocab", mesh)
+
+
+def check_divides(what: str, size: int, logical: str, mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError, naming `what`, where a size does not split evenly over the mesh."""
+    devices = axis_size(mesh, logical)
+    if size % devices:
+        axes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in RULES[logical])
+        raise configs.ConfigError(
+            f"{what} does not divide by the {devices} devices of {axes}: "
+            f"choose a multiple of {devices}, or another mesh"
+        )
 
 
 def make_model(config: configs.Config, vocab_size: int, rngs: nnx.Rngs) -> Transformer:

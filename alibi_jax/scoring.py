@@ -163,6 +163,15 @@ class Scorer:
             yield collect(*pending)
         scores.seconds += time.perf_counter() - begun
 
+    def lowered(self, params: Any, batch_size: int, length: int, first_scored: int) -> Any:
+        """What scores batches of windows from that index on, not compiled yet."""
+        inputs, targets = (
+            jax.ShapeDtypeStruct((batch_size, n), np.int32, sharding=self._placement)
+            for n in (length, length - first_scored)
+        )
+        with jax.set_mesh(self.mesh):
+            return self._nll.lower(params, inputs, targets)
+
     def program(self, params: Any, batch_size: int, length: int, first_scored: int) -> Any:
         """What scores batches of windows from that index on, compiled once.
 
@@ -170,12 +179,7 @@ class Scorer:
         """
         shape = (batch_size, length, first_scored)
         if shape not in self._programs:
-            inputs, targets = (
-                jax.ShapeDtypeStruct((batch_size, n), np.int32, sharding=self._placement)
-                for n in (length, length - first_scored)
-            )
-            with jax.set_mesh(self.mesh):
-                program = self._nll.lower(params, inputs, targets).compile()
+            program = self.lowered(params, batch_size, length, first_scored).compile()
             memory.check(
                 program,
                 f"a batch of {batch_size} windows of {length} tokens",

@@ -21,7 +21,7 @@ AXIS = "layers"
 def make_stack(make: Callable[[nnx.Rngs], AnyModule], count: int, rngs: nnx.Rngs) -> AnyModule:
     """So many modules that `make` makes, as one whose parameters have a first axis more."""
 
-    def parameters(key: Array) -> nnx.State:
+    def parameters(key: Array) -> Any:
         return nnx.split(make(nnx.Rngs(params=key)))[1]
 
     # The module's structure is the same for all keys, and no array.

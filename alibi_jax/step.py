@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from alibi_jax import sharding
-from alibi_jax.config import Config, ConfigError
+from alibi_jax.config import Config
 from alibi_jax.losses import weighted_sum
-from alibi_jax.model import abstract_model, initial_params
+from alibi_jax.model import abstract_model, check_divides, check_model_fits, initial_params
 from alibi_jax.optimizers import make_optimizer
-from alibi_jax.vocabulary import ROWS
 
 Batch = dict[str, Array]
 
@@ -67,29 +66,12 @@ def summed_gradients(
 
 
 def check_fits(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raises ConfigError where a size does not split evenly over the mesh."""
-    model, train = config.model, config.train
+    """Raises ConfigError where a size of the model or of training does not split evenly."""
+    check_model_fits(config.model, mesh)
+    train = config.train
     rows = train.batch_size // train.accumulation
-    sizes = {
-        f"train.batch_size/train.accumulation={rows}": (rows, "batch"),
-        f"model.width={model.width}": (model.width, "embed"),
-        f"model.num_heads={model.num_heads}": (model.num_heads, "heads"),
-        f"model.num_kv_heads={model.num_kv_heads}": (
-            model.num_kv_heads or model.num_heads,
-            "kv_heads",
-        ),
-        f"model.ff_width={model.ff_width}": (model.ff_width or 4 * model.width, "ff"),
-        f"the vocabulary in multiples of {ROWS}": (ROWS, "vocab"),
-        f"train.length={train.length}": (train.length, "sequence"),
-    }
-    for what, (size, logical) in sizes.items():
-        devices = sharding.axis_size(mesh, logical)
-        if size % devices:
-            axes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in sharding.RULES[logical])
-            raise ConfigError(
-                f"{what} does not divide by the {devices} devices of {axes}: "
-                f"choose a multiple of {devices}, or another mesh"
-            )
+    check_divides(f"train.batch_size/train.accumulation={rows}", rows, "batch", mesh)
+    check_divides(f"train.length={train.length}", train.length, "sequence", mesh)
 
 
 @dataclasses.dataclass
@@ -142,6 +124,15 @@ class Trainer:
             for name, x in local.items()
         }
 
+    def loss(
+        self, params: Any, batch: Batch, training_key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """(sum of the losses, sum of their weights) of a batch in training."""
+        model = nnx.merge(self.graphdef, params)
+        hidden = model.hidden_states(batch["inputs"], training_key=training_key)
+        nll = model.token_nll(hidden, batch["targets"])
+        return weighted_sum(nll, batch.get("weights"))
+
     def _initial_state(self, key: Array) -> TrainState:
         params = initial_params(self.config, self.vocab_size, key)
         return TrainState(params, self.tx.init(params))
@@ -154,11 +145,7 @@ class Trainer:
         key = jax.random.fold_in(key, step)
 
         def loss(params: Any, batch: Batch, micro_batch: Array) -> tuple[Array, Array]:
-            model = nnx.merge(self.graphdef, params)
-            training_key = jax.random.fold_in(key, micro_batch)
-            hidden = model.hidden_states(batch["inputs"], training_key=training_key)
-            nll = model.token_nll(hidden, batch["targets"])
-            return weighted_sum(nll, batch.get("weights"))
+            return self.loss(params, batch, jax.random.fold_in(key, micro_batch))
 
         total, count, grads = summed_gradients(
             loss, state.params, batch, self.config.train.accumulation

@@ -253,7 +253,9 @@ class _Loop:
         train = self.trainer.config.train
         tokens = held_out[: (train.validation_targets or len(held_out)) + 1]
         windows = evaluation_windows(np.array([0, len(tokens)]), train.length, train.length)
-        scorer = Scorer(self.trainer.graphdef, self.trainer.mesh, train.batch_size * train.length)
+        # As many windows at a time as a step has.
+        rows = train.batch_size // train.accumulation
+        scorer = Scorer(self.trainer.graphdef, self.trainer.mesh, rows * train.length)
 
         def validate(params: Any) -> dict[str, float]:
             scores = scorer(params, tokens, windows, "validation")

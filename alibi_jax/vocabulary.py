@@ -1,6 +1,8 @@
 """From tokens to vectors and from vectors to the probabilities of tokens."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from alibi_jax import config as configs
 from alibi_jax.losses import token_nll
-from alibi_jax.sharding import constrain
+from alibi_jax.sharding import constrain, shards, split
 
 # Tables have a multiple of so many rows, so that they split over any number of devices that
 # divides it, and fill a TPU's lanes. Rows past the vocabulary are no token's.
@@ -52,4 +54,10 @@ class Vocabulary(nnx.Module):
         self, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
     ) -> Float[Array, "B T"]:
         """`losses.token_nll`, of the vocabulary's tokens alone."""
-        return token_nll(hidden, self.unembedding, targets, vocab_size=self.vocab_size)
+        nll: Callable[..., Array] = functools.partial(token_nll, vocab_size=self.vocab_size)
+        rows = ("batch", "sequence")
+        if shards("vocab") == 1:
+            # Each device by itself: the compiler would sum up the table's gradient over all of
+            # them for every chunk, and in 16 bits.
+            nll = split(nll, [(*rows, None), (None, None), rows], rows)
+        return nll(hidden, self.unembedding, targets)

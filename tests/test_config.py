@@ -10,12 +10,14 @@ from alibi_jax import config as configs
 from alibi_jax.config import (
     Config,
     ConfigError,
+    Mesh,
     Model,
     check_key,
     checks,
     flatten,
     from_dict,
     nearest,
+    parse_mesh,
 )
 from alibi_jax.data.builders import _FROM_PATH
 from alibi_jax.data.tokenizers import _KINDS
@@ -193,6 +195,14 @@ FLOATS = [key for key in KEYS if isinstance(flatten(Config())[key], float)]
 @pytest.mark.parametrize("key", FLOATS)
 def test_negative_and_not_finite_are_refused(key, value):
     assert key in refusal(changed(**{key.replace(".", "__"): value}))
+
+
+def test_a_mesh_on_the_command_line():
+    assert parse_mesh("") == Mesh()
+    assert parse_mesh("fsdp=4, context=2,data=-1") == Mesh(fsdp=4, context=2)
+    for text in ("fsdp", "fsdp=0", "fsdp=-2", "rows=2", "fsdp=two", "fsdp=2;tensor=2"):
+        with pytest.raises(ConfigError, match=f"--mesh={text}: .* is not AXIS=DEVICES; axes are"):
+            parse_mesh(text)
 
 
 def test_every_number_has_a_least_value():

@@ -284,14 +284,17 @@ def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
     def rows(out):
         return json.loads((out / "results.json").read_text())["runs"][0]["rows"]
 
-    processes = launch_two("eval.py", *flags, f"--out={tmp_path / 'two_processes'}")
+    mesh = "--mesh=fsdp=2,context=2"
+    processes = launch_two("eval.py", *flags, mesh, f"--out={tmp_path / 'two_processes'}")
     processes.append(launch("eval.py", *flags, f"--out={tmp_path / 'one_device'}", devices=1))
     for process in processes:
         finish(process)
     evaluate([str(workdir)], **asked, out=tmp_path / "eight_devices")
+    split = "data=1,fsdp=2,context=2,tensor=2"
+    evaluate([str(workdir)], **asked, mesh=split, out=tmp_path / "split")
     expected = rows(tmp_path / "one_device")
     assert len(expected) == 3
-    for out in (tmp_path / "two_processes", tmp_path / "eight_devices"):
+    for out in (tmp_path / name for name in ("two_processes", "eight_devices", "split")):
         for row, other in zip(rows(out), expected, strict=True):
             assert row["targets"] == other["targets"] > 0
             assert row["nll"] == pytest.approx(other["nll"], rel=1e-6)

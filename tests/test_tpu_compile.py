@@ -87,6 +87,34 @@ except ValueError as error:
 """
 
 
+PLAN = """
+import pathlib, re, sys
+from alibi_jax.config import Config, Model, Train
+from alibi_jax import plan as plans
+from alibi_jax.plan import program
+
+# 384 tokens: no size of the model is that.
+model = Model(num_layers=6, width=512, num_heads=8, dtype="bfloat16", remat="full")
+config = Config(model=model, train=Train(length=384, batch_size=64))
+texts = []
+read = program.collectives
+program.collectives = lambda text: texts.append(text) or read(text)
+config.mesh.data, config.mesh.fsdp = 2, 2
+assert plans.plan(config, "v5e:2x2") == 0
+(text,) = texts
+shapes = {tuple(x.split(",")) for x in re.findall(r"[a-z]+[0-9]+\\[([0-9,]+)\\]", text)}
+print("SQUARES", [shape for shape in shapes if shape.count("384") > 1])
+"""
+TOO_LARGE = """
+from alibi_jax import plan as plans
+from alibi_jax.config import Config, Model, Train
+
+model = Model(num_layers=6, width=1024, num_heads=8, dtype="bfloat16", remat="full")
+config = Config(model=model, train=Train(length=1024, batch_size=2048))
+print("CODE", plans.plan(config, "v5e:2x2"))
+"""
+
+
 def printed(code, *arguments):
     """What a process of its own prints."""
     environment = {
@@ -129,6 +157,26 @@ def test_b11_gradients_take_memory_linear_in_the_length():
             ("v6e:2x2", 8192, True, "float32", 64, True),
         ]
     )
+
+
+def test_a_plan_for_a_pod_that_is_not_there():
+    text = printed(PLAN)
+    assert "plan for v5e:2x2: data 2 x fsdp 2 x context 1 x tensor 1" in text
+    assert "reduce-scatter     among    2" in text
+    assert "fits: " in text
+    assert "ESTIMATE" in text
+    # Of six layers in a loop, each gathers its weights, and again to be computed again.
+    assert int(text.split("all-gather         among    2:")[1].split()[0]) >= 12
+    assert text.endswith("SQUARES []")
+
+
+def test_a_run_that_does_not_fit_is_told_what_would():
+    text = printed(TOO_LARGE)
+    refused, _, remedied = text.partition("it fits with --config.train.accumulation=")
+    assert "DOES NOT FIT: RESOURCE_EXHAUSTED" in refused
+    assert "exceeds available HBM (15.75G)" in refused
+    assert "  fits: " in remedied
+    assert remedied.endswith("CODE 1")
 
 
 def test_slices_are_replicas():

@@ -6,6 +6,7 @@ from such a file, from `--config.a.b=VALUE` or from a checkpoint, it passes thro
 """
 
 import dataclasses
+import re
 from typing import Any
 
 from alibi_jax.config.checks import check_positions, check_ranges, divisors
@@ -91,6 +92,20 @@ def from_dict(values: dict[str, Any]) -> Config:
     return Config(**{part: sections[part](**section) for part, section in values.items()})
 
 
+def parse_mesh(text: str) -> Mesh:
+    """The mesh of "fsdp=4,context=2". Raises ConfigError that names what is wrong."""
+    mesh = Mesh()
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if axis.strip() not in fields_of(Mesh) or not re.fullmatch(r"-1|[1-9]\d*", size.strip()):
+            raise ConfigError(
+                f"--mesh={text}: {part!r} is not AXIS=DEVICES; axes are "
+                f"{', '.join(fields_of(Mesh))}, and -1 is what the others leave"
+            )
+        setattr(mesh, axis.strip(), int(size))
+    return mesh
+
+
 def check_key(key: str) -> None:
     """Raises ConfigError unless `key`, as in `--config.KEY=VALUE`, names a value."""
     part, _, name = key.partition(".")
@@ -126,4 +141,5 @@ __all__ = [
     "flatten",
     "from_dict",
     "nearest",
+    "parse_mesh",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from alibi_jax import processes
+from alibi_jax.config import Mesh, parse_mesh
 from alibi_jax.data.builders import open_documents
 from alibi_jax.evaluation.bootstrap import CONFIDENCE
 from alibi_jax.evaluation.entries import Asked, Subject, evaluate_run
@@ -40,6 +41,7 @@ def evaluate(
     passage: int = 200,
     seed: int = 0,
     batch_tokens: int = 8192,
+    mesh: str = "",
     out: pathlib.Path | None = None,
 ) -> int:
     """Evaluates runs, writes results, figures and report, prints the table and what it says.
@@ -66,7 +68,8 @@ def evaluate(
     )
     ways = parse_rescalings(rescalings)
     folders = find_workdirs(workdirs)
-    runs = {folder: load_run(folder, step) for folder in folders}
+    sizes = parse_mesh(mesh)
+    runs = {folder: load_run(folder, step, sizes) for folder in folders}
     grids = {
         folder: parse_lengths(lengths, run.config.train.length) for folder, run in runs.items()
     }
@@ -80,7 +83,7 @@ def evaluate(
         (folder, way) for folder in folders for way in ways if way.applies_to(runs[folder].config)
     ]
     _check_rescalings(runs, grids, looks, entries, ways, rescalings)
-    judging = None if judge is None else _judge(judge, runs, step)
+    judging = None if judge is None else _judge(judge, runs, step, sizes)
     texts = _Texts(asked, [length for grid in grids.values() for length in grid])
     out = out or folders[0] / "eval"
     _check_writable(out)
@@ -180,10 +183,10 @@ def _check_rescalings(
         )
 
 
-def _judge(judge: str, runs: dict[pathlib.Path, Run], step: int | None) -> Run:
+def _judge(judge: str, runs: dict[pathlib.Path, Run], step: int | None, mesh: Mesh) -> Run:
     folder = pathlib.Path(judge)
     try:
-        return runs[folder] if folder in runs else load_run(folder, step)
+        return runs[folder] if folder in runs else load_run(folder, step, mesh)
     except ValueError as error:
         raise ValueError(f"--judge={judge}: {error}") from error
 

@@ -10,10 +10,10 @@ import jax
 
 from alibi_jax import sharding
 from alibi_jax.checkpoints import Checkpoints, Metadata
-from alibi_jax.config import Config, from_dict
+from alibi_jax.config import Config, Mesh, from_dict
 from alibi_jax.data import tokenizers
 from alibi_jax.data.builders import open_documents
-from alibi_jax.model import abstract_model
+from alibi_jax.model import abstract_model, check_model_fits
 
 
 @dataclasses.dataclass
@@ -54,11 +54,14 @@ def find_workdirs(patterns: list[str]) -> list[pathlib.Path]:
     return list({os.path.abspath(path): path for path in reversed(found)}.values())[::-1]
 
 
-def load_run(workdir: pathlib.Path, step: int | None = None) -> Run:
+def load_run(workdir: pathlib.Path, step: int | None = None, mesh: Mesh | None = None) -> Run:
     """The parameters of a checkpoint (default: the latest) on all devices; nothing else of it.
+
+    By default each device has all of them, and its share of the windows.
 
     Raises:
         CheckpointError: where there is no such checkpoint, or it does not fit its configuration.
+        ConfigError: where the model does not split evenly over the mesh.
         ValueError: where the text is no longer the one that it was trained on.
     """
     with Checkpoints(workdir) as checkpoints:
@@ -66,8 +69,9 @@ def load_run(workdir: pathlib.Path, step: int | None = None) -> Run:
         metadata = checkpoints.metadata(step)
         config = from_dict(metadata.config)
         tokenizer = tokenizers.from_dict(metadata.tokenizer)
-        mesh = sharding.make_mesh()
-        graphdef, abstract = abstract_model(config, metadata.vocab_size, mesh)
+        placed = sharding.make_mesh(**dataclasses.asdict(mesh or Mesh()))
+        check_model_fits(config.model, placed)
+        graphdef, abstract = abstract_model(config, metadata.vocab_size, placed)
         params = checkpoints.restore(step, params=abstract)["params"]
     # A folder that has changed may have moved documents from one split to another.
     if open_documents(config.data, "train").fingerprint != metadata.text:
@@ -76,4 +80,4 @@ def load_run(workdir: pathlib.Path, step: int | None = None) -> Run:
             f"{config.data.dataset!r} now gives: restore that text"
         )
     saved = (workdir / "checkpoints" / str(step)).stat().st_mtime_ns
-    return Run(workdir, metadata, config, tokenizer, graphdef, params, mesh, saved)
+    return Run(workdir, metadata, config, tokenizer, graphdef, params, placed, saved)

@@ -1,0 +1,88 @@
+"""The devices to plan for, which need not be here, and what is known of them."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+import jax
+
+from alibi_jax.config import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What one device of a kind can do, as its maker says.
+
+    `flops` of bfloat16 products and `bandwidth` of its memory are per second; so is `link`, the
+    bytes that it can send along one axis of the network, both ways round a ring together.
+    """
+
+    name: str
+    memory: int
+    flops: float
+    bandwidth: float
+    link: float
+
+
+_GIB = 2**30
+# Cloud TPU documentation, "TPU v4", "v5e", "v5p", "v6e"; links as in "How to Scale Your Model"
+# (Austin et al. 2025), chapter 2. A v4 chip is two devices to the compiler that plans here.
+DEVICES = {
+    "v4": Device("half a TPU v4 chip", 16 * _GIB, 137.5e12, 614e9, 90e9),
+    "v5e": Device("TPU v5e", 16 * _GIB, 197e12, 819e9, 90e9),
+    "v5p": Device("TPU v5p", 95 * _GIB, 459e12, 2765e9, 180e9),
+    "v6e": Device("TPU v6e", 32 * _GIB, 918e12, 1640e9, 180e9),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where a run is planned for: its devices, and what one of them can do, where that is known."""
+
+    text: str
+    devices: Sequence[jax.Device]
+    device: Device | None
+
+
+def open_target(text: str) -> Target:
+    """The devices of "v5e:16x16" (or v4, v5p, v6e), of two such slices "2*v5e:16x16", or "cpu:8".
+
+    Must come before anything asks JAX for its devices. Raises ConfigError that says what is wrong.
+    """
+    count, star, rest = text.rpartition("*")
+    kind, _, shape = rest.partition(":")
+    if kind == "cpu" and shape.isdigit() and int(shape) > 0 and not star:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", int(shape))
+        return Target(text, jax.devices(), None)
+    sizes = shape.split("x")
+    if kind not in DEVICES or not all(x.isdigit() for x in sizes) or (star and not count.isdigit()):
+        raise ConfigError(
+            f"--plan={text}: give a TPU and the shape of a slice of it, as v5e:16x16 or v4:4x4x4 "
+            f"(known: {', '.join(DEVICES)}), 2*v5e:16x16 for two slices, or cpu:8"
+        )
+    # The compiler alone is asked: no TPU of this machine, nor what would tell of one. Any type of
+    # machine and worker will do, and without them it complains.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+    }
+    try:
+        import libtpu  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            f"--plan={text} needs the TPU compiler, which runs on any Linux machine: "
+            "pip install '.[tpu]'"
+        ) from None
+    from jax.experimental import topologies
+
+    slices = {"num_slices": int(count)} if star else {}
+    try:
+        devices = topologies.get_topology_desc(rest, platform="tpu", **slices).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ConfigError(f"--plan={text}: there is no such slice ({error})") from None
+    return Target(text, devices, DEVICES[kind])
