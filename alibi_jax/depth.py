@@ -81,7 +81,9 @@ class Depth(nnx.Module):
         periods = (self.num_layers - (last is not None)) // len(self.pattern)
         first = periods * len(self.pattern) if periods > _UNROLLED else 0
         if first:
-            x = self._looped(x, periods, methods, places, training_key)
+            x = self._looped(x, periods, methods, places, training_key, last is not None)
+        if first == self.num_layers:
+            return x
         for number, (layer, position) in enumerate(self.unstacked(methods)[first:], start=first):
             if last is not None and number + 1 == self.num_layers:
                 places = places.ending(last)
@@ -95,19 +97,27 @@ class Depth(nnx.Module):
         methods: Mapping[str, PositionMethod],
         places: Places,
         training_key: Key[Array, ""] | None,
+        in_place: bool,
     ) -> Float[Array, "B T D"]:
-        """After the first so many periods of the pattern."""
+        """After the first so many periods of the pattern.
+
+        `in_place`, nothing is copied of stacks of which not all are wanted; but for gradients a
+        copy is better, which would otherwise be added up in each step of the loop.
+        """
         graphdef, stacks = nnx.split(self.stacks)
-        stacks = jax.tree.map(lambda stack: stack[:periods], stacks)
+        given = None if in_place else jax.tree.map(lambda stack: stack[:periods], stacks)
 
         def period(x: Array, each: tuple[Any, Array]) -> tuple[Array, None]:
-            layers, first = nnx.merge(graphdef, each[0]), each[1] * len(self.pattern)
+            given, index = each
+            if given is None:
+                given = jax.tree.map(lambda stack: stack[index], stacks)
+            layers, first = nnx.merge(graphdef, given), index * len(self.pattern)
             for place, layer in enumerate(layers):
                 placed = self._placed(layer, place, methods)
                 x = self._one(x, *placed, places, training_key, first + place)
             return x, None
 
-        return jax.lax.scan(period, x, (stacks, jnp.arange(periods, dtype=jnp.int32)))[0]
+        return jax.lax.scan(period, x, (given, jnp.arange(periods, dtype=jnp.int32)))[0]
 
     def _one(
         self,

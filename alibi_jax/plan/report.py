@@ -38,8 +38,9 @@ def report(
     lines += [
         _bytes("temporaries in training", program.temporaries),
         _bytes("  of them gradients (float32, as the parameters)", gradients),
-        _bytes("  kept for the backward pass (counted before XLA)", program.activations),
-        _bytes("  the rest (gathered weights, logits, buffers)", rest) if rest >= 0 else "",
+        _bytes("  kept for the backward pass (before XLA saves any)", program.activations),
+        # On a small model XLA keeps less than that, in memory nearer to the cores.
+        *([_bytes("  the rest (gathered weights, logits, buffers)", rest)] if rest > 0 else []),
         _bytes("temporaries in evaluation", program.evaluation),
         _bytes("all together, at most", program.total),
     ]
@@ -55,8 +56,8 @@ def report(
     lines += [
         "",
         "a step on all devices (counted from the configuration)",
-        f"  products {flops.products / 1e12:,.1f} TFLOP ({share:.0%} of 6 x parameters x tokens), "
-        f"attention {flops.attention / 1e12:,.1f}, computed again {flops.again / 1e12:,.1f}",
+        f"  products {flops.products / 1e12:,.4g} TFLOP ({share:.0%} of 6 x parameters x tokens), "
+        f"attention {flops.attention / 1e12:,.4g}, computed again {flops.again / 1e12:,.4g}",
         "",
         "what each device sends a step (read from the compiled program)",
     ]
@@ -67,7 +68,7 @@ def report(
     ] or ["  nothing"]
     if estimate is not None and target.device is not None:
         lines += ["", *_times(config, target, flops.model, estimate)]
-    return "\n".join(line for line in lines if line is not None and line != " ")
+    return "\n".join(lines)
 
 
 def _times(config: Config, target: Target, model_flops: float, estimate: Roofline) -> list[str]:
@@ -133,4 +134,5 @@ def _mesh(program: Program) -> str:
 
 
 def _bytes(name: str, number: int) -> str:
-    return f"  {name:<50} {number / _GIB:>9.3f} GiB"
+    unit, size = ("GiB", _GIB) if number >= _GIB / 100 else ("MiB", _GIB / 1024)
+    return f"  {name:<50} {number / size:>9.3f} {unit}"
