@@ -41,7 +41,7 @@ def split(function, **specs):
     return jax.jit(run)
 
 
-def assert_same(function, whole, arrays, **specs):
+def assert_same(function, whole, arrays, tolerance=1e-5, **specs):
     """Both, and the gradients of a loss of them."""
     sharded = split(function, **specs)
     np.testing.assert_allclose(sharded(arrays), whole(**arrays), atol=1e-5)
@@ -54,7 +54,7 @@ def assert_same(function, whole, arrays, **specs):
     wanted = gradient(lambda arrays: whole(**arrays))
     for name, found in gradient(sharded).items():
         scale = float(jnp.abs(wanted[name]).max())
-        np.testing.assert_allclose(found, wanted[name], atol=1e-5 * scale, err_msg=name)
+        np.testing.assert_allclose(found, wanted[name], atol=tolerance * scale, err_msg=name)
 
 
 @pytest.mark.parametrize("slopes", [None, "alibi"])
@@ -129,7 +129,7 @@ def with_a_heavy_key(arrays):
     """One so long that it outweighs its distance, however steep the slopes."""
     key, query = arrays["key"], arrays["query"]
     return arrays | {
-        "key": key.at[:, 3].multiply(200.0),
+        "key": key.at[:, 3].multiply(8.0),
         "query": query.at[:, 60:].set(10.0 * key[:, 3:4]),
     }
 
@@ -140,7 +140,8 @@ def test_a_heavy_key_far_away_is_fetched():
     neighbours = whole_with_segments(**arrays | {"key": arrays["key"].at[:, :32].set(0.0)})
     assert jnp.abs(wanted - neighbours)[:, 60:, 1].max() > 0.1
     sharded = functools.partial(context_attention, axes=("parts",), near=(1, 3))
-    assert_same(sharded, whole_with_segments, arrays, slopes=jax.P())
+    # Scores of hundreds, whose last digit is 3e-5.
+    assert_same(sharded, whole_with_segments, arrays, 3e-5, slopes=jax.P())
 
 
 def test_steep_heads_fetch_the_neighbours_keys_alone(monkeypatch):
