@@ -112,6 +112,12 @@ class Checkpoints:
             CheckpointError: where the saved shapes or names differ, naming the first.
         """
         saved = self._checkpointer.checkpointables_metadata(step).metadata
+        for item in abstract:
+            if item not in saved:
+                raise CheckpointError(
+                    f"{self.path}/{step} has no {item}: it is damaged; take an earlier step, or "
+                    "train anew"
+                )
         written, trees = self.metadata(step), abstract
         if written.format < 3:
             num_layers = written.config["model"]["num_layers"]

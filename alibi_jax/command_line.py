@@ -135,7 +135,7 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         known = isinstance(error, ValueError | OSError | FloatingPointError)
         kind = "" if known else f"{type(error).__name__}: "
         hint = "" if known or _DEBUG.value else " (--debug shows where)"
-        _fail(f"{kind}{message}{hint}")
+        processes.fail(f"{kind}{message}{hint}", 1, through_others=not known)
     processes.leave()
     sys.exit(code)
 

@@ -32,16 +32,22 @@ def format_2_tree(wanted: Any, shapes: dict[str, tuple[int, ...]], num_layers: i
     def before(prefix: Any, params: Any) -> Any:
         rest = dict(params)
         stacks, tables = rest.pop(AXIS)["stacks"], rest.pop("vocabulary")
-        layers = {number: stacks[number % len(stacks)] for number in range(num_layers)}
+        period = len(stacks)
+        layers = {number: stacks[number % period] for number in range(num_layers)}
 
         def shaped(path: Any, leaf: Any) -> Any:
-            shape = shapes.get(dotted((*prefix, *path)), leaf.shape)
-            spec = leaf.sharding.spec
-            if shape == leaf.shape[1:]:
+            name = dotted((*prefix, *path))
+            shape, spec = shapes.get(name, ()), leaf.sharding.spec
+            stacked = len(path) > 1 and path[0].key == AXIS
+            depth = -(-(num_layers - path[1].key % period) // period) if stacked else 0
+            if stacked and shape == leaf.shape[1:] and depth == leaf.shape[0]:
                 spec = spec[1:]
-            elif shape != leaf.shape:
+            elif path[0].key in tables and shape[1:] == leaf.shape[1:]:
                 # A table without the rows that no token has may divide by no number of devices.
                 spec = (None, *spec[1:])
+            else:
+                # As it is; or it does not fit, and is refused for that.
+                shape = leaf.shape
             placement = jax.NamedSharding(leaf.sharding.mesh, jax.P(*spec))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placement)
 

@@ -66,10 +66,13 @@ def leave() -> None:
         _lifelines[0].leave()
 
 
-def fail(message: str, code: int) -> NoReturn:
-    """Ends this process with one line, and the others soon after."""
+def fail(message: str, code: int, *, through_others: bool = False) -> NoReturn:
+    """Ends this process with one line, and the others soon after.
+
+    `through_others`: for an error that may come of another's end, which is said then.
+    """
     if _lifelines:
-        _lifelines[0].fail(message, code)
+        _lifelines[0].fail(message, code, through_others=through_others)
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
 

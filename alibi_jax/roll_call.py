@@ -100,6 +100,11 @@ def _call(port: int, num_processes: int, deadline: float, timeout: float) -> tup
                     f"process {number} was started as one of {of}, process 0 as one of "
                     f"{num_processes}: give all the same --num_processes"
                 )
+            elif number in peers and _gone(peers[number]):
+                # Started again, since it reported.
+                peers.pop(number).close()
+                peers[number] = connection
+                continue
             elif number in peers or number == 0:
                 outcome = f"process {number} was started twice: give each another --process_id"
             if outcome:
@@ -147,6 +152,17 @@ def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
     """Sends it, unless the other end has gone."""
     with contextlib.suppress(OSError):
         connection.sendall((json.dumps(message) + "\n").encode())
+
+
+def _gone(connection: socket.socket) -> bool:
+    """Whether the other end has closed it; a process that waits says nothing."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _named(numbers: list[int]) -> str:

@@ -138,6 +138,23 @@ def looped(times, function):
             ("all-gather", 512, 4, 1),
         ),
         (
+            # 32 rows of 4 go in.
+            lambda x: jax.lax.psum_scatter(x, "tensor", scatter_dimension=0, tiled=True),
+            jax.P("tensor"),
+            ("reduce-scatter", 128, 4, 1),
+        ),
+        (
+            # Of a choice the branch for what is so.
+            lambda x: jax.lax.cond(
+                jax.lax.psum(x[0, 0], ("data", "tensor")) > 0.0,
+                lambda x: jax.lax.ppermute(x, "tensor", [(0, 1)]),
+                lambda x: jax.lax.all_gather(x, "tensor", axis=1, tiled=True)[:, :4],
+                x,
+            ),
+            jax.P(None, "tensor"),
+            ("collective-permute", 128, 2, 1),
+        ),
+        (
             looped(7, lambda x: jax.lax.ppermute(x, "tensor", [(0, 1), (1, 2)])),
             jax.P(None, "tensor"),
             ("collective-permute", 128, 2, 7),
@@ -146,7 +163,20 @@ def looped(times, function):
 )
 def test_collectives_are_read_as_often_as_they_run(function, out_spec, expected):
     text = compiled_text(function, jax.P(None, "tensor"), out_spec)
-    assert collectives(text) == [Collective(*expected)]
+    # Less what the condition of a choice takes.
+    assert [one for one in collectives(text) if one.size > 4] == [Collective(*expected)]
+
+
+def test_exchanges_of_one_channel_are_not_one_exchange():
+    """Those of jax.shard_map all have the same."""
+
+    def function(x):
+        return jax.lax.psum(jnp.sin(jax.lax.psum(x, "tensor")), "tensor")
+
+    ((times, moved),) = by_kind(
+        collectives(compiled_text(function, jax.P(None, "tensor"), jax.P()))
+    ).values()
+    assert (times, moved) == (2, 2 * 2 * 128 * 3 / 4)
 
 
 def test_bytes_that_a_ring_moves():
@@ -285,6 +315,7 @@ def test_meshes_to_try_divide_everything_and_the_likeliest_come_first():
         ("cpu:0", "or cpu:8"),
         ("2*cpu:8", "or cpu:8"),
         ("x*v5e:2x2", "2[*]v5e:16x16 for two slices"),
+        ("0*v5e:2x2", "2[*]v5e:16x16 for two slices"),
         ("v5e:2x2,faster", "only ,search can follow"),
     ],
 )

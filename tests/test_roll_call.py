@@ -72,6 +72,20 @@ def test_one_started_twice():
     assert heard == ["process 1 was started twice: give each another --process_id"] * 3
 
 
+def test_one_that_was_started_again_counts_anew():
+    def report_and_die(port):
+        for _ in range(50):
+            try:
+                with socket.create_connection(("localhost", port)) as connection:
+                    connection.sendall(b'{"process": 1, "of": 3}\n')
+                    time.sleep(0.2)
+                return
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+
+    assert call([(0, 3, 0), (1, 3, 1.0), (2, 3, 1.5)], before=report_and_die) == [""] * 3
+
+
 def test_a_second_process_0():
     port = free_port()
     with socket.create_server(("", port)):

@@ -47,7 +47,11 @@ def plan(config: Config, asked: str) -> int:
         return 0
     for change, remedied in remedies(config, program):
         print(f"trying {change}", flush=True)
-        tried = _compiled(remedied, vocab_size, target)
+        try:
+            tried = _compiled(remedied, vocab_size, target)
+        except ValueError as error:
+            print(f"  not on this mesh: {error}", flush=True)
+            continue
         if fits(tried, target):
             print(f"it fits with {change}:\n", flush=True)
             estimate = estimate_of(remedied, vocab_size, target, tried)

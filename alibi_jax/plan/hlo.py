@@ -34,29 +34,30 @@ class Collective:
 def collectives(text: str) -> list[Collective]:
     """The collectives of an optimised program, those in loops as often as the loops run.
 
-    A loop whose condition has no number counts once.
+    A loop whose condition has no number counts once; of a choice the last branch counts, which is
+    that of `jax.lax.cond` whose condition holds.
     """
     computations = _computations(text)
-    found: dict[tuple[str, str], Collective] = {}
     counts = _executions(computations)
+    found = []
     for name, lines in computations.items():
+        # XLA for TPUs cuts an exchange up, to compute beside it: what it begins with counts.
+        if not counts[name] or name.startswith("async_collective_fusion"):
+            continue
         for line in lines:
             one = re.search(rf"= (.*?) ({'|'.join(_KINDS)})(?:-start)?\(", line)
-            if one is None or not counts[name]:
+            group = _group(line)
+            if one is None or group == 1:
                 continue
             shape, kind = one.groups()
-            # How XLA for TPUs writes it: as an all-reduce of which a part is kept.
-            if name.startswith("all-reduce-scatter"):
+            size = _size(shape, one.group(0))
+            if kind == "reduce-scatter":
+                size *= group
+            elif name.startswith("all-reduce-scatter"):
+                # As XLA for TPUs may write it: an all-reduce of which a part is kept.
                 kind = "reduce-scatter"
-            group = _group(line)
-            if group == 1:
-                continue
-            channel = re.search(r"channel_id=(\d+)", line)
-            # One exchange may be cut up into several instructions, of one channel.
-            key = (kind, channel.group(1) if channel else line)
-            if key not in found or found[key].times < counts[name]:
-                found[key] = Collective(kind, _size(shape, one.group(0)), group, counts[name])
-    return list(found.values())
+            found.append(Collective(kind, size, group, counts[name]))
+    return found
 
 
 def by_kind(every: list[Collective]) -> dict[tuple[str, int], tuple[int, float]]:
@@ -94,11 +95,11 @@ def _executions(computations: dict[str, list[str]]) -> dict[str, int]:
                 times = int(known.group(1)) if known else _trips(computations.get(condition, []))
                 callers[body].append((name, times))
                 continue
+            if re.match(r"\s*(ROOT )?%?async-collective-done", line):
+                continue
             listed = re.findall(r"branch_computations=\{([^}]*)\}", line)
-            called = re.findall(
-                r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)", line
-            )
-            called += [part.strip(" %") for each in listed for part in each.split(",")]
+            called = re.findall(r"(?:calls|to_apply|true_computation)=%?([\w.\-]+)", line)
+            called += [each.split(",")[-1].strip(" %") for each in listed]
             for callee in called:
                 callers[callee].append((name, 1))
 

@@ -56,7 +56,8 @@ def open_target(text: str) -> Target:
         jax.config.update("jax_num_cpu_devices", int(shape))
         return Target(text, jax.devices(), None)
     sizes = shape.split("x")
-    if kind not in DEVICES or not all(x.isdigit() for x in sizes) or (star and not count.isdigit()):
+    counted = not star or (count.isdigit() and int(count) > 0)
+    if kind not in DEVICES or not all(x.isdigit() for x in sizes) or not counted:
         raise ConfigError(
             f"--plan={text}: give a TPU and the shape of a slice of it, as v5e:16x16 or v4:4x4x4 "
             f"(known: {', '.join(DEVICES)}), 2*v5e:16x16 for two slices, or cpu:8"
