@@ -122,7 +122,6 @@ def _with(config: Config, values: dict[str, Any]) -> Config:
 
 def _compiled(config: Config, vocab_size: int, target: Target, evaluation: bool = True) -> Program:
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=target.devices)
-    check_fits(config, mesh)
     return compile_step(config, vocab_size, mesh, evaluation=evaluation)
 
 

@@ -1,6 +1,7 @@
 """The devices to plan for, which need not be here, and what is known of them."""
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Sequence
 
@@ -72,13 +73,11 @@ def open_target(text: str) -> Target:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_WORKER_ID": "0",
     }
-    try:
-        import libtpu  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
             f"--plan={text} needs the TPU compiler, which runs on any Linux machine: "
             "pip install '.[tpu]'"
-        ) from None
+        )
     from jax.experimental import topologies
 
     slices = {"num_slices": int(count)} if star else {}
