@@ -55,7 +55,9 @@ class Attention(nnx.Module):
     def __init__(self, config: configs.Model, position: str, *, train_length: int, rngs: nnx.Rngs):
         width, heads, size = config.width, config.num_heads, config.head_size
         kv_heads = config.num_kv_heads or heads
-        make = functools.partial(Projection, dtype=config.dtype, rngs=rngs)
+        make = functools.partial(
+            Projection, dtype=config.dtype, use_bias=config.use_bias, rngs=rngs
+        )
         q_shape, kv_shape = (width, heads, size), (width, kv_heads, size)
         kv_axes = ("embed", "kv_heads", None)
         self.query = make("btd,dnh->btnh", q_shape, ("embed", "heads", None), fan_in=width)
@@ -260,7 +262,9 @@ class FeedForward(nnx.Module):
     def __init__(self, config: configs.Model, *, rngs: nnx.Rngs):
         width, ff = config.width, config.ff_width or 4 * config.width
         self.activation, gated = _ACTIVATIONS[config.activation]
-        make = functools.partial(Projection, dtype=config.dtype, rngs=rngs)
+        make = functools.partial(
+            Projection, dtype=config.dtype, use_bias=config.use_bias, rngs=rngs
+        )
         self.up = make("btd,df->btf", (width, ff), ("embed", "ff"), fan_in=width)
         self.gate = (
             make("btd,df->btf", (width, ff), ("embed", "ff"), fan_in=width) if gated else None

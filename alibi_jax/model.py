@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax import config as configs
+from alibi_jax.adaptive import AdaptiveVocabulary
 from alibi_jax.attention.ring import empty_rings
 from alibi_jax.attention.statistics import AttentionStatistics
 from alibi_jax.cache import BoundedCache, Cache, KeyValues, bounding_slopes
@@ -34,7 +35,8 @@ class Transformer(nnx.Module):
     def __init__(
         self, config: configs.Model, *, vocab_size: int, train_length: int, rngs: nnx.Rngs
     ):
-        self.vocabulary = Vocabulary(config, vocab_size, rngs)
+        vocabulary = AdaptiveVocabulary if config.cutoffs else Vocabulary
+        self.vocabulary = vocabulary(config, vocab_size, rngs)
         # The methods that serve all layers, by name; the others are in the layers.
         self.positions = nnx.Dict(
             {
@@ -44,7 +46,7 @@ class Transformer(nnx.Module):
             }
         )
         self.layers = Depth(config, train_length=train_length, rngs=rngs)
-        self.norm = make_norm(config, rngs)
+        self.norm = make_norm(config, rngs) if config.final_norm else None
         self.dtype = jnp.dtype(config.dtype)
         self.dropout_rate = config.dropout
 
@@ -63,7 +65,7 @@ class Transformer(nnx.Module):
         training_key: Key[Array, ""] | None = None,
         last: int | None = None,
     ) -> Float[Array, "B _ D"]:
-        """The last layer's normalised output, in the compute dtype, of the `last` tokens or all.
+        """The last layer's output, normalised, in the compute dtype, of the `last` tokens or all.
 
         `positions` default to 0, 1, 2, ...; with `segment_ids` (packing, padding: 0 is
         padding) they count from each segment's start. Attention is causal by index. With a
@@ -201,17 +203,26 @@ class Transformer(nnx.Module):
         return hidden, Cache(keys, key_positions, key_ids, end)
 
     def _normed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.norm(x).astype(self.dtype)
+        return x if self.norm is None else self.norm(x).astype(self.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits in float32. Losses project chunk by chunk instead (`token_nll`)."""
         return self.vocabulary.logits(hidden)
 
     def token_nll(
-        self, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
+        self,
+        hidden: Float[Array, "B T D"],
+        targets: Int[Array, "B T"],
+        *,
+        training_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T"]:
-        """Negative log-likelihood in nats of each target, float32."""
-        return self.vocabulary.token_nll(hidden, targets)
+        """Negative log-likelihood in nats of each target, float32.
+
+        A `training_key` is the one that `hidden_states` had.
+        """
+        if training_key is not None:
+            training_key = jax.random.fold_in(training_key, self.layers.num_layers + 2)
+        return self.vocabulary.token_nll(hidden, targets, training_key)
 
     def unstacked_layers(self) -> Layers:
         """Each layer with its position method."""
@@ -236,6 +247,10 @@ def check_model_fits(model: configs.Model, mesh: jax.sharding.Mesh) -> None:
     check_divides(f"model.num_kv_heads={model.num_kv_heads}", kv_heads, "kv_heads", mesh)
     check_divides(f"model.ff_width={model.ff_width}", ff, "ff", mesh)
     check_divides(f"the vocabulary in multiples of {ROWS}", ROWS, "vocab", mesh)
+    if model.cutoffs:
+        times = model.adaptive_factor ** len(model.cutoffs)
+        narrowest = f"model.width={model.width} / {times}, of the rarest tokens,"
+        check_divides(narrowest, model.width // times, "embed", mesh)
 
 
 def check_divides(what: str, size: int, logical: str, mesh: jax.sharding.Mesh) -> None:

@@ -20,6 +20,8 @@ MESH_AXES = ("data", "fsdp", "context", "tensor")
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "sequence": ("context",),
+    # Positions where each is on its own, and heads and features are whole.
+    "tokens": ("context", "tensor"),
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),

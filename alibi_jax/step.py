@@ -130,7 +130,7 @@ class Trainer:
         """(sum of the losses, sum of their weights) of a batch in training."""
         model = nnx.merge(self.graphdef, params)
         hidden = model.hidden_states(batch["inputs"], training_key=training_key)
-        nll = model.token_nll(hidden, batch["targets"])
+        nll = model.token_nll(hidden, batch["targets"], training_key=training_key)
         return weighted_sum(nll, batch.get("weights"))
 
     def _initial_state(self, key: Array) -> TrainState:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from alibi_jax import config as configs
 from alibi_jax.losses import token_nll
@@ -16,6 +16,11 @@ from alibi_jax.sharding import constrain, shards, split
 # Tables have a multiple of so many rows, so that they split over any number of devices that
 # divides it, and fill a TPU's lanes. Rows past the vocabulary are no token's.
 ROWS = 128
+
+
+def padded_rows(tokens: int) -> int:
+    """Rows of a table of so many tokens."""
+    return -(-tokens // ROWS) * ROWS
 
 
 class Vocabulary(nnx.Module):
@@ -27,7 +32,7 @@ class Vocabulary(nnx.Module):
         def table() -> nnx.Param:
             # Standard deviation 1/sqrt(D), scaled up by sqrt(D) on the way in (Vaswani et al.
             # 2017, section 3.4): unit-variance inputs, and tied logits of unit scale.
-            shape = -(-vocab_size // ROWS) * ROWS, config.width
+            shape = padded_rows(vocab_size), config.width
             drawn = jax.random.normal(rngs.params(), shape) * config.width**-0.5
             return nnx.Param(drawn, axes=("vocab", "embed"))
 
@@ -51,9 +56,12 @@ class Vocabulary(nnx.Module):
         return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
 
     def token_nll(
-        self, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
+        self,
+        hidden: Float[Array, "B T D"],
+        targets: Int[Array, "B T"],
+        training_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T"]:
-        """`losses.token_nll`, of the vocabulary's tokens alone."""
+        """`losses.token_nll`, of the vocabulary's tokens alone; there is no dropout."""
         nll: Callable[..., Array] = functools.partial(token_nll, vocab_size=self.vocab_size)
         rows = ("batch", "sequence")
         if shards("vocab") == 1:

@@ -14,8 +14,9 @@ import pytest
 from helpers import mesh_of
 
 from alibi_jax.config import Config, ConfigError, Model, Train
+from alibi_jax.flops import step_flops
 from alibi_jax.plan import _with, meshes_for, plan, remedies
-from alibi_jax.plan.costs import Roofline, bytes_on_device, roofline, step_flops
+from alibi_jax.plan.costs import Roofline, bytes_on_device, roofline
 from alibi_jax.plan.hlo import Collective, by_kind, collectives
 from alibi_jax.plan.program import Program, compile_step
 from alibi_jax.plan.report import ranking, report

@@ -20,15 +20,25 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("use_bias", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("equation", "shape", "kernel_shape"), CASES)
-def test_the_gradients_are_those_of_float64(equation, shape, kernel_shape, dtype):
+def test_the_gradients_are_those_of_float64(equation, shape, kernel_shape, dtype, use_bias):
     axes = (None,) * len(kernel_shape)
     layer = Projection(
-        equation, kernel_shape, axes, fan_in=kernel_shape[0], dtype=dtype, rngs=nnx.Rngs(0)
+        equation,
+        kernel_shape,
+        axes,
+        fan_in=kernel_shape[0],
+        dtype=dtype,
+        rngs=nnx.Rngs(0),
+        use_bias=use_bias,
     )
     # Numbers that 16 bits hold, so that only what the product itself rounds is left.
     layer.kernel.set_value(layer.kernel[...].astype(dtype).astype(jnp.float32))
+    if use_bias:
+        assert not layer.bias[...].any()
+        layer.bias.set_value(jax.random.normal(jax.random.key(3), layer.bias.shape))
     x = jax.random.normal(jax.random.key(1), shape).astype(dtype)
     out = layer(x)
     bar = jax.random.normal(jax.random.key(2), out.shape).astype(dtype)
@@ -45,8 +55,14 @@ def test_the_gradients_are_those_of_float64(equation, shape, kernel_shape, dtype
     left, right = operands.split(",")
     x, kernel, bar = (np.asarray(y, np.float64) for y in (x, layer.kernel[...], bar))
     rounding = 1e-6 if dtype == "float32" else 2**-8
+    bias, cases = 0.0, []
+    if use_bias:
+        bias = np.asarray(layer.bias[...], np.float64)
+        rows = tuple(range(bar.ndim - bias.ndim))
+        cases.append((layer_bar.bias[...], bar.sum(rows), 1e-6))
     for got, expected, share in [
-        (out, np.einsum(equation, x, kernel), rounding),
+        *cases,
+        (out, np.einsum(equation, x, kernel) + bias, rounding),
         (x_bar, np.einsum(f"{result},{right}->{left}", bar, kernel), rounding),
         # Never rounded to 16 bits.
         (layer_bar.kernel[...], np.einsum(f"{left},{result}->{right}", x, bar), 1e-6),

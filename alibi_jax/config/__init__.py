@@ -9,7 +9,12 @@ import dataclasses
 import re
 from typing import Any
 
-from alibi_jax.config.checks import check_positions, check_ranges, divisors
+from alibi_jax.config.checks import (
+    check_adaptive,
+    check_positions,
+    check_ranges,
+    divisors,
+)
 from alibi_jax.config.parts import (
     ACTIVATIONS,
     DTYPES,
@@ -51,6 +56,7 @@ class Config(Section):
                 f"choose one of {divisors(model.width)}"
             )
         check_positions(model, train.length)
+        check_adaptive(model)
         if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
             raise ConfigError(
                 f"model.num_kv_heads={model.num_kv_heads} does not divide "

@@ -70,6 +70,28 @@ def check_positions(model: Model, train_length: int) -> None:
         )
 
 
+def check_adaptive(model: Model) -> None:
+    """Raises ConfigError for an adaptive softmax that can't be meant."""
+    asked = f"model.adaptive_cutoffs={model.adaptive_cutoffs!r}"
+    narrowest = model.width // model.adaptive_factor ** len(model.cutoffs)
+    if narrowest < 1:
+        raise ConfigError(
+            f"{asked} with model.width={model.width} and "
+            f"model.adaptive_factor={model.adaptive_factor} leaves the rarest tokens no width: "
+            "lower the factor, or give fewer cutoffs"
+        )
+    if model.cutoffs and not model.tied_embeddings:
+        raise ConfigError(
+            f"{asked} with model.tied_embeddings=False: adaptive input and softmax share their "
+            "tables; leave it True"
+        )
+    if model.adaptive_dropout and not model.cutoffs:
+        raise ConfigError(
+            f"model.adaptive_dropout={model.adaptive_dropout} without model.adaptive_cutoffs would "
+            "change nothing: leave it 0"
+        )
+
+
 def divisors(number: int) -> str:
     """For a message: what divides the number."""
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
@@ -100,6 +122,8 @@ _LEAST = {
     "model.dropout": 0,
     "model.attention_dropout": 0,
     "model.activation_dropout": 0,
+    "model.adaptive_dropout": 0,
+    "model.adaptive_factor": 1,
     "optimizer.learning_rate": 0,
     "optimizer.warmup_steps": 0,
     "optimizer.final_fraction": 0,
@@ -126,6 +150,7 @@ _BELOW_ONE = (
     "model.dropout",
     "model.attention_dropout",
     "model.activation_dropout",
+    "model.adaptive_dropout",
     "optimizer.beta1",
     "optimizer.beta2",
     "optimizer.momentum",

@@ -1,8 +1,9 @@
 """The parts of the configuration: what can be set, its defaults, and the names to choose from."""
 
 import dataclasses
+import itertools
 
-from alibi_jax.config.section import Section
+from alibi_jax.config.section import ConfigError, Section
 
 POSITIONS = (
     "alibi",
@@ -62,7 +63,8 @@ class Data(Section):
     test_split: str = "test"
     # "words" is for text split into words already, as WikiText's is.
     tokenizer: str = "bytes"
-    # Byte-level BPE only: tokens in the vocabulary, the separator included.
+    # Tokens in the vocabulary, the separator included: byte-level BPE has so many. Words have as
+    # many as the text; this is what they are planned with.
     vocab_size: int = 8192
 
 
@@ -91,11 +93,20 @@ class Model(Section):
     ff_width: int | None = None
     activation: str = "relu"
     norm: str = "layernorm"
+    # After the last layer too.
+    final_norm: bool = True
+    # Vectors added to what the layers' projections give.
+    use_bias: bool = False
     tied_embeddings: bool = True
-    # Residual, attention and activation dropout.
+    # Adaptive input and softmax: where the bands of ever rarer tokens begin, "20000,60000", the
+    # vectors of each so many times narrower than the one's before. Empty: one table for all.
+    adaptive_cutoffs: str = ""
+    adaptive_factor: int = 4
+    # Residual, attention, activation and adaptive-softmax dropout.
     dropout: float = 0.0
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0
+    adaptive_dropout: float = 0.0
     # Of activations; parameters, softmax and losses are float32 always.
     dtype: str = "float32"
     # What of a layer the backward pass computes again instead of keeping it: "none"; all but its
@@ -106,6 +117,18 @@ class Model(Section):
     def positions(self) -> tuple[str, ...]:
         """The methods of the first layers; the later ones repeat them."""
         return tuple(name.strip() for name in self.position.split(","))
+
+    @property
+    def cutoffs(self) -> tuple[int, ...]:
+        """The first tokens of the adaptive bands but the first. Raises ConfigError."""
+        parts = self.adaptive_cutoffs.split(",") if self.adaptive_cutoffs else []
+        numbers = tuple(int(part) for part in parts if part.strip().isdigit())
+        if len(numbers) < len(parts) or any(a >= b for a, b in itertools.pairwise((0, *numbers))):
+            raise ConfigError(
+                f"model.adaptive_cutoffs={self.adaptive_cutoffs!r}: give rising token numbers with "
+                "commas between, as '20000,60000'"
+            )
+        return numbers
 
     @property
     def head_size(self) -> int:

@@ -16,7 +16,8 @@ from tqdm import tqdm
 from alibi_jax import sharding
 from alibi_jax.config import Config, ConfigError
 from alibi_jax.data.tokenizers import ByteTokenizer
-from alibi_jax.plan.costs import Roofline, roofline, step_bytes, step_flops
+from alibi_jax.flops import step_flops
+from alibi_jax.plan.costs import Roofline, roofline, step_bytes
 from alibi_jax.plan.program import Program, compile_step
 from alibi_jax.plan.report import ranking, report
 from alibi_jax.plan.targets import Target, open_target

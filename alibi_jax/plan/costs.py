@@ -1,51 +1,15 @@
-"""What a step costs, counted from the configuration, and how long that takes at best.
-
-Counted and not read from the compiler, which counts the body of a loop once.
-"""
+"""What a step moves, and how long it takes at best."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from alibi_jax.config import Config
+from alibi_jax.flops import Flops, vocabulary_rows
 from alibi_jax.plan.hlo import Collective
 from alibi_jax.plan.targets import Device
-
-
-class Flops(NamedTuple):
-    """Of a training step on all devices together: what it takes, and what is computed again."""
-
-    products: float
-    attention: float
-    again: float
-
-    @property
-    def model(self) -> float:
-        """What the model takes, however it is computed: the numerator of MFU."""
-        return self.products + self.attention
-
-
-def step_flops(config: Config, vocab_size: int) -> Flops:
-    """Multiplications and additions of a training step, two for each product's term.
-
-    The backward pass takes twice the forward pass. Attention is causal: half of all pairs. What a
-    position method adds is left out.
-    """
-    model, train = config.model, config.train
-    tokens = train.batch_size * train.length
-    width, ff = model.width, model.ff_width or 4 * model.width
-    kv_heads = model.num_kv_heads or model.num_heads
-    gated = model.activation in ("swiglu", "geglu")
-    heads = 2 * model.num_heads + 2 * kv_heads
-    layer = 2.0 * width * (heads * model.head_size + (3 if gated else 2) * ff)
-    pairs = (train.length + 1) / 2
-    attention = 2.0 * 2.0 * model.num_heads * model.head_size * pairs * model.num_layers
-    layers, logits = layer * model.num_layers, 2.0 * width * vocab_size
-    again = {"none": 0.0, "projections": attention, "full": layers + attention}[model.remat]
-    # Chunks of logits are always computed again; of what is in one chunk that is little.
-    return Flops(3 * tokens * (layers + logits), 3 * tokens * attention, tokens * (again + logits))
 
 
 def step_bytes(config: Config, vocab_size: int, num_params: int, mesh: jax.sharding.Mesh) -> float:
@@ -65,7 +29,7 @@ def step_bytes(config: Config, vocab_size: int, num_params: int, mesh: jax.shard
     ff = model.ff_width or 4 * model.width
     arrays = 8 * model.width + (4 + 3 * ff / model.width) * model.width / tensor
     activations = 2.0 * (passes + 1) * size * tokens * arrays * model.num_layers
-    logits = 2.0 * 3 * 4 * tokens * vocab_size / tensor
+    logits = 2.0 * 3 * 4 * tokens * vocabulary_rows(model, vocab_size) / tensor
     return weights + update + activations + logits
 
 

@@ -1,7 +1,8 @@
 """A plan in words and numbers."""
 
 from alibi_jax.config import Config
-from alibi_jax.plan.costs import Roofline, step_flops
+from alibi_jax.flops import step_flops
+from alibi_jax.plan.costs import Roofline
 from alibi_jax.plan.hlo import by_kind
 from alibi_jax.plan.program import Program
 from alibi_jax.plan.targets import Target
