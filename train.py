@@ -19,6 +19,9 @@ _PLAN = flags.DEFINE_string(
     "Plan the run for devices that need not be here, and train nothing: v5e:16x16, cpu:8, ...; "
     "v5e:16x16,search tries several meshes.",
 )
+_PROFILE = flags.DEFINE_string(
+    "profile", "", "Steps to trace into <workdir>/profile, the first and the last: 10:15."
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where to; default: runs/ and the config's name.")
 
 
@@ -38,7 +41,7 @@ def main() -> int:
     )
     from alibi_jax.training import train
 
-    step = train(config, workdir)
+    step = train(config, workdir, _PROFILE.value)
     processes.say(
         f"{workdir}: step {step} of {config.train.steps}"
         + (f"; next: python eval.py --workdir={workdir}" if step >= config.train.steps else "")

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -20,6 +21,9 @@ _COORDINATOR = flags.DEFINE_string(
 )
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many, with --coordinator.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which one this is, with --coordinator.")
+_CACHE = flags.DEFINE_string(
+    "compilation_cache", None, "A folder for what is compiled, from which the next start reads it."
+)
 _JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds in which all processes must have started."
 )
@@ -125,6 +129,9 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         # Orbax tells of every file it touches; --verbosity=0 shows that.
         logging.set_verbosity(logging.WARNING)
     try:
+        if _CACHE.value:
+            cache = folder("compilation_cache", _CACHE.value)
+            jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
         code = main()
     except KeyboardInterrupt:
         _fail("interrupted", 130)

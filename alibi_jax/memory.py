@@ -1,6 +1,8 @@
 """Whether a compiled program fits into memory: asked before it runs, rather than found out."""
 
 import pathlib
+import resource
+import sys
 from typing import Any
 
 import jax
@@ -50,6 +52,15 @@ def check(compiled: Any, what: str, remedy: str) -> None:
         raise ValueError(
             f"{what} needs {_gib(needed)} of memory a device, and {_gib(free)} are free: {remedy}"
         )
+
+
+def peak() -> int:
+    """The most bytes so far of one device; on a CPU, of this process."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    held = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
+    # In bytes on macOS, in KiB on Linux.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return max(held, default=unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def _host_memory() -> int | None:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,9 @@ from alibi_jax.data.tokenizers import Tokenizer, make_tokenizer
 from alibi_jax.data.windows import TrainingBatches, evaluation_windows
 from alibi_jax.metrics import MetricsWriter
 from alibi_jax.optimizers import make_schedule
-from alibi_jax.processes import StopRequest, first_then_all
+from alibi_jax.pace import Pace
+from alibi_jax.processes import StopRequest, first_then_all, say
+from alibi_jax.profiling import Profiler
 from alibi_jax.provenance import provenance
 from alibi_jax.scoring import Scorer
 from alibi_jax.step import StepMetrics, Trainer, TrainState, check_fits
@@ -60,10 +61,11 @@ def check_same_text(
         )
 
 
-def train(config: Config, workdir: pathlib.Path) -> int:
+def train(config: Config, workdir: pathlib.Path, profile: str = "") -> int:
     """Trains until `train.steps`, from the latest checkpoint if there is one.
 
-    Returns the step reached: less than `train.steps` if asked to stop (SIGTERM).
+    Steps 10 to 15 are traced for `profile` "10:15". Returns the step reached: less than
+    `train.steps` if asked to stop (SIGTERM).
 
     Raises:
         ConfigError, DataError, CheckpointError: before any work, one line that says why.
@@ -79,6 +81,8 @@ def train(config: Config, workdir: pathlib.Path) -> int:
         check_same_config(saved, config, workdir)
         if saved.step >= config.train.steps:
             return saved.step
+    start = 0 if saved is None else saved.step
+    profiler = Profiler(profile, workdir, start, config.train.steps)
     prepared = first_then_all("data", lambda: _prepare(config))
     if saved is not None:
         check_same_text(saved, prepared.text, prepared.tokenizer, workdir)
@@ -86,16 +90,32 @@ def train(config: Config, workdir: pathlib.Path) -> int:
     batches = TrainingBatches(
         prepared.tokens, config.train.length, config.train.batch_size, config.train.seed
     )
-    start = 0 if saved is None else saved.step
+    _introduce(trainer, workdir, start)
     with Checkpoints(workdir, config.checkpoint) as checkpoints:
         state = (
             TrainState(**checkpoints.restore(start, **trainer.abstract_state._asdict()))
             if start
             else trainer.initial_state()
         )
-        with MetricsWriter(workdir, start) as writer, StopRequest() as stop:
-            loop = _Loop(trainer, prepared, checkpoints, writer, stop)
+        with (
+            MetricsWriter(workdir, start) as writer,
+            StopRequest() as stop,
+            Pace(config, trainer.vocab_size, mesh) as pace,
+            profiler,
+        ):
+            loop = _Loop(trainer, prepared, checkpoints, writer, stop, pace, profiler)
             return loop.run(state, batches, start)
+
+
+def _introduce(trainer: Trainer, workdir: pathlib.Path, start: int) -> None:
+    """Says what is about to be trained, and on what."""
+    params = jax.tree.leaves(trainer.abstract_state.params)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
+    say(
+        f"{workdir}: {sum(leaf.size for leaf in params):,} parameters, {mesh} of "
+        f"{trainer.mesh.devices.flat[0].device_kind}, processes {jax.process_count()}, from step "
+        f"{start + 1} to {trainer.config.train.steps}"
+    )
 
 
 def _latest_metadata(workdir: pathlib.Path) -> Metadata | None:
@@ -134,23 +154,27 @@ class _Loop:
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         stop: StopRequest,
+        pace: Pace,
+        profiler: Profiler,
     ):
         self.trainer = trainer
         self.prepared = prepared
         self.checkpoints = checkpoints
         self.writer = writer
         self.stop = stop
+        self.pace = pace
+        self.profiler = profiler
         self.validate = self._validator()
         self.schedule = make_schedule(trainer.config.optimizer, trainer.config.train.steps)
         self.provenance = provenance()
-        self.clock = (0.0, 0)
 
     def run(self, state: TrainState, batches: TrainingBatches, start: int) -> int:
         config, trainer = self.trainer.config, self.trainer
         steps = config.train.steps
         rows = sharding.local_rows(trainer.batch_sharding, config.train.batch_size)
         reached = start
-        self.clock = (time.perf_counter(), start)
+        self.pace.restart()
+        self.profiler.done(start)
         with (
             jax.set_mesh(trainer.mesh),
             tqdm(
@@ -174,18 +198,20 @@ class _Loop:
                 behind = (step, metrics)
                 stopping = self.stop.at(step)
                 saving = step % config.checkpoint.every == 0 or step == steps or stopping
-                if saving or self._logs(step) or step == start + 1:
+                if saving or self._logs(step) or step == start + 1 or self.profiler.waits(step):
                     loss, grad_norm = self._read(step, metrics)
                     behind = None
+                    self.profiler.done(step)
                     if self._logs(step):
                         self._log(step, loss, grad_norm, state, bar)
                     elif step == start + 1:
                         # Its time is mostly the compiler's: the rate counts from here.
-                        self.clock = (time.perf_counter(), step)
+                        self.pace.restart()
                 bar.update(1)
                 reached = step
                 if saving:
                     self._save(step, state)
+                    self.pace.pause()
                 if stopping:
                     break
         return reached
@@ -203,6 +229,7 @@ class _Loop:
     def _read(self, step: int, metrics: StepMetrics) -> tuple[float, float]:
         """(loss, gradient norm) of a step, once it is done. Refuses what is not finite."""
         nll, targets, grad_norm = (float(x) for x in jax.device_get(metrics))
+        self.pace.step()
         loss = nll / max(targets, 1.0)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.checkpoints.wait()
@@ -215,21 +242,18 @@ class _Loop:
 
     def _log(self, step: int, loss: float, grad_norm: float, state: TrainState, bar: Any) -> None:
         """Writes the step's line, with the held-out loss where that is due."""
-        train = self.trainer.config.train
-        since, first = self.clock
-        tokens = (step - first) * train.batch_size * train.length
-        tokens_per_second = tokens / (time.perf_counter() - since)
         values = {
             "loss": loss,
-            "tokens_per_second": tokens_per_second,
             "learning_rate": float(self.schedule(step - 1)),
             "grad_norm": grad_norm,
+            **self.pace.measured(),
         }
         if self._validates(step):
             values |= self.validate(state.params)
         self.writer.write(step, values)
-        bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s")
-        self.clock = (time.perf_counter(), step)
+        mfu = f", MFU {values['mfu']:.0%}" if "mfu" in values else ""
+        bar.set_postfix_str(f"loss {loss:.3f}, {values['tokens_per_second']:,.0f} tokens/s{mfu}")
+        self.pace.restart()
 
     def _save(self, step: int, state: TrainState) -> None:
         self.checkpoints.save(

@@ -18,6 +18,7 @@ from helpers import assert_same_arrays, mesh_of
 from alibi_jax.checkpoints import Checkpoints
 from alibi_jax.config import flatten
 from alibi_jax.evaluation import evaluate
+from alibi_jax.pace import MEASURED
 from alibi_jax.step import Trainer
 from alibi_jax.training import train
 
@@ -68,7 +69,7 @@ def lines(workdir):
     """What metrics.jsonl says so far, but for the speed."""
     path = workdir / "metrics.jsonl"
     whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    return [{k: v for k, v in json.loads(x).items() if k != "tokens_per_second"} for x in whole]
+    return [{k: v for k, v in json.loads(x).items() if k not in MEASURED} for x in whole]
 
 
 def losses(workdir):

@@ -17,6 +17,7 @@ from alibi_jax.config import ConfigError
 from alibi_jax.data.streams import token_stream
 from alibi_jax.data.tokenizers import ByteTokenizer
 from alibi_jax.data.windows import TrainingBatches
+from alibi_jax.pace import MEASURED
 from alibi_jax.processes import StopRequest
 from alibi_jax.step import Trainer, TrainState, summed_gradients
 from alibi_jax.training import train
@@ -74,7 +75,7 @@ def assert_close(one, other, tolerance):
 def lines(workdir):
     """What metrics.jsonl says, but for the speed."""
     found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in found]
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in found]
 
 
 def saved_state(config, workdir, step):
@@ -202,12 +203,22 @@ def test_a_mesh_changes_nothing(tiny_config, batches, one_device, sizes):
     assert losses[-1] < losses[0] - 0.3
 
 
+# As the paper's models of words have it, with bytes of three kinds.
+ADAPTIVE = {
+    "model.adaptive_cutoffs": "40,110",
+    "model.adaptive_factor": 2,
+    "model.adaptive_dropout": 0.2,
+    "model.final_norm": False,
+    "model.use_bias": True,
+}
+
 # Twelve heads on eight devices; a method of each other kind; and what is drawn at random.
 OTHER_MODELS = {
     "twelve": {"model.num_heads": 12, "model.width": 24, "model.num_layers": 5},
     "near": {"train.length": 256, "train.batch_size": 8},
     **{name: {"model.position": name} for name in ("rotary", "t5", "fox", "learned")},
     "dropout": {"model.dropout": 0.1, "model.attention_dropout": 0.1, "train.accumulation": 2},
+    "adaptive": ADAPTIVE,
 }
 OTHER_MESHES = {
     "twelve": [s for s in MESHES if s[3] <= 4],
@@ -292,6 +303,19 @@ def test_g5_resumed_is_never_stopped(tiny_config, tmp_path):
     assert_same_arrays(saved_state(config, stopped, 10), saved_state(config, whole, 10))
     assert lines(stopped) == lines(whole)
     assert [line["step"] for line in lines(whole)] == list(range(1, 11))
+
+
+def test_an_adaptive_model_learns_and_resumes(tiny_config, tmp_path):
+    config = tiny_config(ADAPTIVE | {"train.steps": 40, "checkpoint.every": 20, "mesh.tensor": 2})
+    whole = tmp_path / "whole"
+    assert train(config, whole) == 40
+    logged = lines(whole)
+    assert logged[-1]["loss"] < logged[0]["loss"] - 0.5
+    stopped = shutil.copytree(whole, tmp_path / "stopped")
+    shutil.rmtree(stopped / "checkpoints" / "40")
+    assert train(config, stopped) == 40
+    assert_same_arrays(saved_state(config, stopped, 40), saved_state(config, whole, 40))
+    assert lines(stopped) == logged
 
 
 def test_g5_ten_steps_are_five_and_five(tiny_config, tmp_path):
