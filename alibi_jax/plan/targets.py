@@ -4,10 +4,12 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from alibi_jax.config import ConfigError
+from alibi_jax.flops import PEAKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,12 @@ class Device:
 
 _GIB = 2**30
 # Cloud TPU documentation, "TPU v4", "v5e", "v5p", "v6e"; links as in "How to Scale Your Model"
-# (Austin et al. 2025), chapter 2. A v4 chip is two devices to the compiler that plans here.
+# (Austin et al. 2025), chapter 2.
 DEVICES = {
-    "v4": Device("half a TPU v4 chip", 16 * _GIB, 137.5e12, 614e9, 90e9),
-    "v5e": Device("TPU v5e", 16 * _GIB, 197e12, 819e9, 90e9),
-    "v5p": Device("TPU v5p", 95 * _GIB, 459e12, 2765e9, 180e9),
-    "v6e": Device("TPU v6e", 32 * _GIB, 918e12, 1640e9, 180e9),
+    "v4": Device("TPU v4", 32 * _GIB, PEAKS["TPU v4"], 1228e9, 90e9),
+    "v5e": Device("TPU v5e", 16 * _GIB, PEAKS["TPU v5 lite"], 819e9, 90e9),
+    "v5p": Device("TPU v5p", 95 * _GIB, PEAKS["TPU v5"], 2765e9, 180e9),
+    "v6e": Device("TPU v6e", 32 * _GIB, PEAKS["TPU v6 lite"], 1640e9, 180e9),
 }
 
 
@@ -80,9 +82,12 @@ def open_target(text: str) -> Target:
         )
     from jax.experimental import topologies
 
-    slices = {"num_slices": int(count)} if star else {}
+    options: dict[str, Any] = {"num_slices": int(count)} if star else {}
+    if kind == "v4":
+        # A chip's two cores as one device, as they are where it runs.
+        options["chip_config_name"] = "megacore"
     try:
-        devices = topologies.get_topology_desc(rest, platform="tpu", **slices).devices
+        devices = topologies.get_topology_desc(rest, platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(f"--plan={text}: there is no such slice ({error})") from None
     return Target(text, devices, DEVICES[kind])

@@ -1,0 +1,110 @@
+"""The configurations: what they come to, without memory for it."""
+
+import pathlib
+import runpy
+
+import jax
+import pytest
+from helpers import mesh_of
+
+from alibi_jax.config import POSITIONS, Config
+from alibi_jax.model import abstract_model
+from alibi_jax.optimizers import make_schedule
+
+CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+LENGTHS = [64, 128, 256, 512, 1024, 1536, 2048, 3072]
+# WikiText-103's, and as fairseq has it: with three more special tokens, and in eights.
+WORDS, FAIRSEQ_WORDS = 267_735, 267_744
+
+
+def config_of(name, *arguments):
+    config = runpy.run_path(str(CONFIGS / name))["get_config"](*arguments)
+    config.check()
+    return config
+
+
+def shapes(config, vocab_size):
+    _, params = abstract_model(config, vocab_size, mesh_of(1, 1, 1, 1))
+    return params
+
+
+def size(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def unused_rows(params, rows):
+    """Parameters in rows that fill tables up to a multiple and are no token's."""
+    tables = params["vocabulary"]["tables"]
+    return sum((table.shape[0] - n) * table.shape[1] for table, n in zip(tables.values(), rows))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.py")), ids=lambda path: path.stem)
+def test_every_configuration_can_be_meant(path):
+    assert isinstance(config_of(path.relative_to(CONFIGS)), Config)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_wikitext103_has_as_many_tokens_an_update_at_every_length(length):
+    config = config_of("paper/wikitext103.py", str(length))
+    assert config.train.length == length
+    assert config.train.batch_size * length == 9216 * 8
+
+
+def test_wikitext103_has_the_parameters_of_the_papers_model():
+    """By hand, as fairseq's transformer_lm_wiki103 has them."""
+    layer = 4 * (1024 * 1024 + 1024) + 1024 * 4096 + 4096 + 4096 * 1024 + 1024 + 2 * 2 * 1024
+    projections = 1024 * (1024 + 256 + 64)
+
+    def model(words):
+        tables = 20_000 * 1024 + 40_000 * 256 + (words - 60_000) * 64
+        return 16 * layer + tables + projections + 2 * 1024
+
+    assert model(FAIRSEQ_WORDS) == 246_933_504
+    config = config_of("paper/wikitext103.py")
+    for words in (WORDS, FAIRSEQ_WORDS):
+        params = shapes(config, words)
+        unused = unused_rows(params, (20_002, 40_000, words - 60_000))
+        assert size(params) - unused == model(words)
+        assert size(params) == 247_046_144
+
+
+# What each adds to the model of ALiBi, which has none: a table of 32 buckets for all layers, or of
+# the training length; for each layer a rotated projection with two biases, gates, small networks.
+OWN = {"t5": 32 * 8, "learned": 512 * 1024, "alibi_learned": 8}
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_wikitext103_of_every_position_method(position):
+    config = config_of("paper/wikitext103.py")
+    alibi = size(shapes(config, WORDS))
+    config.model.position = position
+    config.check()
+    added = size(shapes(config, WORDS)) - alibi
+    if position in OWN:
+        assert added == OWN[position]
+    elif position in ("transformer_xl", "kerple_log", "kerple_power", "fire", "fox"):
+        assert added > 0
+        assert added % 16 == 0
+    else:
+        assert added == 0
+
+
+def test_the_learning_rate_is_fairseqs():
+    """Its cosine schedule; but warm-up is a step ahead, for fairseq's first has a rate of 1e-7."""
+    optimizer = config_of("paper/wikitext103.py").optimizer
+    schedule = make_schedule(optimizer, 286_000)
+    assert float(schedule(0)) == pytest.approx(1 / 16_001, abs=1e-6)
+    assert float(schedule(15_999)) == pytest.approx(1.0, rel=1e-4)
+    assert float(schedule(16_000)) == pytest.approx(1.0)
+    assert float(schedule(16_000 + 135_000)) == pytest.approx((1 + 1e-4) / 2)
+    assert float(schedule(286_000)) == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_the_large_model_has_1_3_billion_parameters():
+    config = config_of("paper/large.py")
+    layer = 4 * (2048**2 + 2048) + 2 * 2048 * 8192 + 8192 + 2048 + 4 * 2048
+    expected = 25 * layer + 50_304 * 2048 + 2 * 2048
+    assert size(shapes(config, config.data.vocab_size)) == expected == 1_361_983_488
+    for length in (512, 1024, 2048):
+        config = config_of("paper/large.py", str(length))
+        assert config.train.batch_size * length == 2**21
