@@ -7,9 +7,10 @@ the other bands themselves as further classes; a token of another band has its b
 times its own within it. Tables and projections are the same on the way in and out.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,8 +19,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from alibi_jax import config as configs
+from alibi_jax import losses
 from alibi_jax.layers import dropout
-from alibi_jax.losses import in_chunks, token_nll
+from alibi_jax.losses import token_nll
 from alibi_jax.projection import product
 from alibi_jax.sharding import constrain, split, splits
 from alibi_jax.vocabulary import padded_rows
@@ -75,11 +77,8 @@ class AdaptiveVocabulary(nnx.Module):
         """The vectors of tokens, in the compute dtype."""
         out = jnp.zeros((*tokens.shape, self.width), self.dtype)
         for band, table, projection in zip(self.bands, self.tables, self.projections):
-            # Zeros for tokens of other bands. Gathered whole, as in `Vocabulary`.
-            rows = constrain(table[...], None, None)[: band.size]
-            rows = rows.at[tokens - band.first].get(
-                mode="fill", fill_value=0.0, wrap_negative_indices=False
-            )
+            # Gathered whole, as in `Vocabulary`; zeros for tokens of other bands.
+            rows = _rows(constrain(table[...], None, None), _own(tokens, band))
             out += product("btk,kd->btd", rows.astype(self.dtype), projection[...])
         return out * math.sqrt(self.width)
 
@@ -136,30 +135,85 @@ class AdaptiveVocabulary(nnx.Module):
         number = jnp.searchsorted(cutoffs, targets, side="right")
         classes = jnp.where(number == 0, targets, self.bands[0].size + number - 1)
         nll = token_nll(inputs[0], tables[0], classes, vocab_size=self.rows[0])
-        # In the order of bands, so that few chunks have targets of more than one, and the others'
-        # logits need not be computed.
-        order = jnp.argsort(number.ravel())
-        within = jnp.zeros((1, targets.size), jnp.float32)
         for band, x, table in zip(self.bands[1:], inputs[1:], tables[1:]):
-            own = targets.ravel()[order] - band.first
-            own = jnp.where((own >= 0) & (own < band.size), own, -1)
-            x = x.reshape(-1, band.width)[order]
-            within += in_chunks(_if_any(table, band.size), x[None], own[None], len(table))
-        return nll + jnp.zeros(targets.size).at[order].set(within[0]).reshape(targets.shape)
+            own = _own(targets, band).ravel()
+            nll += _some_nll(band.size, x.reshape(-1, band.width), table, own).reshape(nll.shape)
+        return nll
 
 
-def _if_any(table: Float[Array, "R K"], size: int) -> Callable[[Array, Array], Array]:
-    """The losses of targets in a table of so many tokens; nothing for those of -1."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _some_nll(
+    vocab_size: int,
+    hidden: Float[Array, "N K"],
+    table: Float[Array, "R K"],
+    targets: Int[Array, "N"],
+) -> Float[Array, "N"]:
+    """`losses.token_nll` of the targets that are not -1, the only ones that take time; else 0.
 
-    def nll(x: Array, targets: Array) -> Array:
-        present = targets >= 0
-        return jax.lax.cond(
-            present.any(),
-            lambda: jnp.where(present, token_nll(x, table, targets, vocab_size=size), 0.0),
-            lambda: jnp.zeros(targets.shape, jnp.float32),
-        )
+    They are collected, and gone through in as many chunks as there are; JAX can't differentiate
+    a loop whose length is not known, so the gradient is written down.
+    """
+    chunk, chunks, order = _collected(targets, len(table))
 
-    return nll
+    def one(number: Int[Array, ""], nll: Array) -> Array:
+        rows = jax.lax.dynamic_slice_in_dim(order, number * chunk, chunk)
+        x, some = (_rows(of, rows)[None] for of in (hidden, targets))
+        return nll.at[rows].set(token_nll(x, table, some, vocab_size=vocab_size)[0], mode="drop")
+
+    return jax.lax.fori_loop(0, chunks, one, jnp.zeros(targets.shape, jnp.float32))
+
+
+def _some_nll_forward(
+    vocab_size: int, hidden: Array, table: Array, targets: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _some_nll(vocab_size, hidden, table, targets), (hidden, table, targets)
+
+
+def _some_nll_backward(
+    vocab_size: int, inputs: tuple[Array, Array, Array], bar: Array
+) -> tuple[Array, Array, None]:
+    hidden, table, targets = inputs
+    chunk, chunks, order = _collected(targets, len(table))
+
+    def one(number: Int[Array, ""], bars: tuple[Array, Array]) -> tuple[Array, Array]:
+        rows = jax.lax.dynamic_slice_in_dim(order, number * chunk, chunk)
+        x, some, some_bar = (_rows(of, rows)[None] for of in (hidden, targets, bar))
+        _, pull = jax.vjp(lambda x, y: token_nll(x, y, some, vocab_size=vocab_size), x, table)
+        x_bar, table_bar = pull(some_bar)
+        return bars[0].at[rows].set(x_bar[0], mode="drop"), bars[1] + table_bar
+
+    hidden_bar, table_bar = jax.lax.fori_loop(
+        0, chunks, one, (jnp.zeros_like(hidden), jnp.zeros_like(table))
+    )
+    return hidden_bar, table_bar, None
+
+
+_some_nll.defvjp(_some_nll_forward, _some_nll_backward)
+
+
+def _collected(targets: Int[Array, "N"], num_rows: int) -> tuple[int, Array, Int[Array, "_"]]:
+    """(targets a chunk, chunks with targets, the places of the targets that are not -1).
+
+    After those come places past the end, which `_rows` fills with zeros and `.set` drops.
+    """
+    size = targets.size
+    chunk = min(size, max(1, losses.LOGITS // num_rows))
+    room = -(-size // chunk) * chunk
+    present = targets >= 0
+    ranks = jnp.where(present, jnp.cumsum(present) - 1, room)
+    order = jnp.full(room, size).at[ranks].set(jnp.arange(size), mode="drop")
+    return chunk, -(-present.sum() // chunk), order
+
+
+def _own(tokens: Int[Array, "B T"], band: Band) -> Int[Array, "B T"]:
+    """The number of each token in its band; -1 for those of another."""
+    own = tokens - band.first
+    return jnp.where((own >= 0) & (own < band.size), own, -1)
+
+
+def _rows(x: Array, rows: Int[Array, "..."]) -> Array:
+    """Those rows, zeros for what is none."""
+    return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 def _log_softmax(hidden: Float[Array, "B T K"], table: Float[Array, "R K"]) -> Array:

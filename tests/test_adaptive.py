@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import every_jaxpr, mesh_of
+from helpers import mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alibi_jax import losses
 from alibi_jax.adaptive import AdaptiveVocabulary, Band, make_bands
 from alibi_jax.config import Config, ConfigError, Model
+from alibi_jax.losses import token_nll
 from alibi_jax.model import abstract_model, check_model_fits, initial_params
 from alibi_jax.vocabulary import ROWS
 
@@ -187,19 +188,32 @@ def test_bfloat16_states_give_float32_losses_and_table_gradients():
     assert vocabulary.embed(tokens).dtype == jnp.bfloat16
 
 
-def test_logits_of_bands_without_targets_are_not_computed(monkeypatch):
-    """Only where a chunk has some."""
-    monkeypatch.setattr(losses, "LOGITS", ROWS)
+def test_only_chunks_with_targets_of_a_band_are_computed(monkeypatch):
+    """Of 24 tokens, each time so many as are of the second and of the third band."""
+    monkeypatch.setattr(losses, "LOGITS", 4 * ROWS)
+    vocabulary, (hidden, tokens) = make(adaptive_cutoffs="5,13"), some()
+    computed = []
+
+    def counted(hidden, table, targets, *, vocab_size):
+        jax.debug.callback(lambda: computed.append(vocab_size))
+        return token_nll(hidden, table, targets, vocab_size=vocab_size)
+
+    monkeypatch.setattr("alibi_jax.adaptive.token_nll", counted)
+    for targets in (tokens, tokens % 5, 13 + tokens % 27):
+        computed.clear()
+        gradients(vocabulary, hidden, targets)
+        jax.effects_barrier()
+        counts = [int(((targets >= a) & (targets < b)).sum()) for a, b in ((5, 13), (13, 40))]
+        chunks = [2 * math.ceil(count / 4) for count in counts]
+        assert [computed.count(n) for n in (8, 27)] == chunks
+    assert chunks == [0, 12]
+
+
+def test_what_no_target_is_of_does_not_poison():
     vocabulary, (hidden, tokens) = make(), some()
-    jaxpr = jax.make_jaxpr(lambda *x: vocabulary.token_nll(*x))(hidden, tokens).jaxpr
-    branches = [
-        [len(branch.jaxpr.eqns) for branch in equation.params["branches"]]
-        for inner in every_jaxpr(jaxpr)
-        for equation in inner.eqns
-        if equation.primitive.name == "cond"
-    ]
-    assert len(branches) == 2
-    assert all(none <= 2 < some for none, some in branches)
+    vocabulary.tables[1].set_value(vocabulary.tables[1] * jnp.nan)
+    nll, d_hidden, d_tables, _ = gradients(vocabulary, hidden, tokens % 5)
+    assert all(np.isfinite(one).all() for one in (nll, d_hidden, *d_tables))
 
 
 # Dropout.
