@@ -1,8 +1,11 @@
 """Real processes: killed, stopped, and two of them as one run."""
 
+import functools
 import json
 import os
 import pathlib
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -201,27 +204,31 @@ def test_a_loss_that_is_not_finite_is_one_line(launch, tiny_config, tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
 
 
-# Two processes of four devices as one run.
+# Several processes as one run, of eight devices together.
+
+
+def free_port():
+    with socket.create_server(("localhost", 0)) as free:
+        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
-def launch_two(launch):
-    def start(program, *flags):
-        with socket.create_server(("localhost", 0)) as free:
-            coordinator = f"--coordinator=localhost:{free.getsockname()[1]}"
+def launch_several(launch):
+    """Starts that many processes, of eight devices together."""
+
+    def start(count, program, *flags):
+        several = [f"--coordinator=localhost:{free_port()}", f"--num_processes={count}"]
         return [
-            launch(
-                program,
-                *flags,
-                coordinator,
-                "--num_processes=2",
-                f"--process_id={number}",
-                devices=4,
-            )
-            for number in range(2)
+            launch(program, *flags, *several, f"--process_id={number}", devices=8 // count)
+            for number in range(count)
         ]
 
     return start
+
+
+@pytest.fixture(scope="module")
+def launch_two(launch_several):
+    return functools.partial(launch_several, 2)
 
 
 @pytest.fixture
@@ -320,8 +327,7 @@ def test_two_processes_stop_at_the_same_step(launch_two, text_config, tmp_path):
 
 
 def test_a_process_that_is_missing_is_named(launch, text_config, tmp_path):
-    with socket.create_server(("localhost", 0)) as free:
-        coordinator = f"--coordinator=localhost:{free.getsockname()[1]}"
+    coordinator = f"--coordinator=localhost:{free_port()}"
     flags = [*train_flags(text_config, tmp_path / "run"), coordinator, "--join_timeout=1"]
     alone = launch("train.py", *flags, "--num_processes=2", "--process_id=0", devices=1)
     _, errors = finish(alone, code=1)
@@ -337,3 +343,142 @@ def test_what_one_process_cannot_prepare_all_processes_refuse(launch_two, text_c
         (line,) = (line for line in errors.splitlines() if line.startswith("error:"))
         assert "missing.txt' does not exist: give a text file or a folder" in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_four_processes_are_one_run(launch_several, text_config, tmp_path):
+    one = tmp_path / "one"
+    train(text_config, one)
+    sizes = {"mesh.data": 1, "mesh.fsdp": 2, "mesh.context": 2, "mesh.tensor": 2}
+    mesh = [f"--config.{key}={size}" for key, size in sizes.items()]
+    for name, flags in (("rows", []), ("mesh", mesh)):
+        workdir = tmp_path / name
+        flags = [*train_flags(text_config, workdir), *flags]
+        outputs = [finish(process) for process in launch_several(4, "train.py", *flags)]
+        assert [output.count("step 20 of 20") for output, _ in outputs] == [1, 0, 0, 0]
+        np.testing.assert_allclose(losses(workdir), losses(one), rtol=1e-4)
+
+
+# What a checkpoint holds, restored onto a mesh, by each process its own part.
+RESTORE = """
+import json, pathlib, sys
+import jax, numpy as np
+from alibi_jax.checkpoints import Checkpoints
+from alibi_jax.config import from_dict
+from alibi_jax.processes import join
+from alibi_jax.sharding import make_mesh
+from alibi_jax.step import Trainer
+
+workdir, out, mesh, *several = sys.argv[1:]
+if several:
+    join(several[0], 2, int(several[1]), 60)
+with Checkpoints(pathlib.Path(workdir)) as checkpoints:
+    step = checkpoints.check_step(None)
+    config = from_dict(checkpoints.metadata(step).config)
+    trainer = Trainer(config, 256, make_mesh(**json.loads(mesh)))
+    state = checkpoints.restore(step, **trainer.abstract_state._asdict())
+arrays = {}
+for path, leaf in jax.tree.leaves_with_path(state):
+    whole = np.full(leaf.shape, -1, leaf.dtype)
+    for shard in leaf.addressable_shards:
+        whole[shard.index] = shard.data
+    arrays[jax.tree_util.keystr(path)] = whole
+np.savez(f"{out}.{jax.process_index()}.npz", **arrays)
+"""
+PLACES = {
+    1: {},
+    2: {"tensor": 2},
+    4: {"fsdp": 2, "context": 2, "data": 1},
+    16: {"data": 2, "fsdp": 4, "tensor": 2},
+}
+
+
+@pytest.mark.slow
+def test_h1_a_run_of_any_devices_is_restored_on_any_others(
+    launch, launch_two, tiny_config, tmp_path
+):
+    """Parameters and moments bit for bit, and the same numbers of eval.py."""
+    sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.context": 1, "mesh.tensor": 2}
+    config, workdir = tiny_config(sizes), tmp_path / "run"
+    assert train(config, workdir) == 10
+    _, expected = saved_state(config, workdir)
+    asked = ["--lengths=3x", "--protocols=nonoverlapping,fixed", "--targets=30", "--passage=8"]
+    flags = [f"--workdir={workdir}", *asked]
+    (script,) = [tmp_path / "restore.py"]
+    script.write_text(RESTORE)
+    evaluations = {}
+    for devices, mesh in PLACES.items():
+        out = tmp_path / f"on_{devices}"
+        finish(launch(script, workdir, out, json.dumps(mesh), devices=devices))
+        meshed = "--mesh=" + ",".join(f"{axis}={size}" for axis, size in mesh.items())
+        finish(launch("eval.py", *flags, meshed, f"--out={out}", devices=devices))
+        evaluations[devices] = out
+    two, port = tmp_path / "on_two", free_port()
+    arguments = (script, workdir, two, json.dumps({"fsdp": 8, "data": 1}), f"localhost:{port}")
+    for process in [launch(*arguments, str(number), devices=4) for number in range(2)]:
+        finish(process)
+    for process in launch_two("eval.py", *flags, f"--out={two}"):
+        finish(process)
+    evaluations["two processes"] = two
+
+    def restored(out):
+        for path in sorted(tmp_path.glob(f"{out.name}.*.npz")):
+            with np.load(path) as arrays:
+                yield dict(arrays)
+
+    paths = jax.tree.leaves_with_path(expected)
+    for out in evaluations.values():
+        parts = list(restored(out))
+        assert len(parts) == (2 if out == two else 1)
+        for path, leaf in paths:
+            each = [part[jax.tree_util.keystr(path)] for part in parts]
+            # Each process has its own part of what is split, and both have the rest.
+            found = each[0] if len(each) == 1 else np.where(each[0] == -1, each[1], each[0])
+            np.testing.assert_array_equal(found, leaf, strict=True)
+
+    def numbers(out):
+        rows = json.loads((out / "results.json").read_text())["runs"][0]["rows"]
+        return np.array([row["nll"] for row in rows]), [row["targets"] for row in rows]
+
+    nll, targets = numbers(evaluations[1])
+    assert len(nll) == 2
+    for out in evaluations.values():
+        np.testing.assert_allclose(numbers(out)[0], nll, rtol=1e-6)
+        assert numbers(out)[1] == targets
+
+
+def test_two_terminals_as_the_page_has_them(tiny_config, tmp_path):
+    """docs/pods.md, word for word, but for the port and for a smaller run."""
+    page = (REPOSITORY / "docs" / "pods.md").read_text()
+    section = page.split("## Two terminals on a laptop\n")[1].split("\n## ")[0]
+    commands = re.findall(r"```sh\n(.*?)\n```", section, re.DOTALL)
+    first, second, evaluation = (
+        command.replace("localhost:9876", f"localhost:{port}")
+        for port in [free_port()]
+        for command in commands
+    )
+    for name in ("train.py", "eval.py", "configs"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+
+    def start(command, flags):
+        python, *rest = shlex.split(command)
+        assert python == "python"
+        return subprocess.Popen(
+            [sys.executable, *rest, *flags],
+            cwd=tmp_path,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"} | QUICK_COMPILE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    _, *smaller = train_flags(tiny_config(), tmp_path)
+    processes = [start(command, smaller) for command in (first, second)]
+    try:
+        outputs = [finish(process)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert "step 10 of 10" in outputs[0]
+    output, _ = finish(start(evaluation, ["--targets=30", "--passage=8", "--lengths=1x,2x"]))
+    assert "perplexity per token" in output
