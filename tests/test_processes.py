@@ -482,3 +482,40 @@ def test_two_terminals_as_the_page_has_them(tiny_config, tmp_path):
     assert "step 10 of 10" in outputs[0]
     output, _ = finish(start(evaluation, ["--targets=30", "--passage=8", "--lengths=1x,2x"]))
     assert "perplexity per token" in output
+
+
+# The most memory above what the process held before, as evaluation reads a run.
+READ = """
+import pathlib, sys
+import jax
+from alibi_jax.config import parse_mesh
+from alibi_jax.evaluation import load_run
+
+def kibibytes(name):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+jax.block_until_ready(jax.numpy.ones(3) + 1)
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+before = kibibytes("VmRSS")
+params = load_run(pathlib.Path(sys.argv[1]), None, parse_mesh(sys.argv[2])).params
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+print(size, 1024 * (kibibytes("VmHWM") - before))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "mesh"), [(1, "data=1"), (4, "fsdp=4")])
+def test_h2_evaluation_reads_parameters_in_less_than_twice_their_memory(
+    launch, tiny_config, tmp_path, devices, mesh
+):
+    """Of one device all of them, of several each its own part."""
+    changes = {"model.width": 1024, "model.num_layers": 8, "train.steps": 1}
+    changes |= {"optimizer.schedule": "constant", "mesh.fsdp": 8, "mesh.data": 1}
+    train(tiny_config(changes), tmp_path / "run")
+    script = tmp_path / "read.py"
+    script.write_text(READ)
+    output, _ = finish(launch(script, tmp_path / "run", mesh, devices=devices))
+    size, more = map(int, output.split())
+    assert size > 4e8
+    assert more < 2 * size
