@@ -303,6 +303,9 @@ def test_meshes_to_try_divide_everything_and_the_likeliest_come_first():
     assert all(mesh["context"] == 1 for mesh in found)
     few = meshes_for(config_of(batch_size=2), target_of(8))
     assert any(mesh["context"] > 1 for mesh in few)
+    # Twelve rows divide by four devices and not by eight.
+    twelve = meshes_for(config_of(batch_size=12), target_of(8))
+    assert {"data": 2, "fsdp": 2, "context": 2, "tensor": 1} in twelve
     assert all(2 % (mesh["data"] * mesh["fsdp"]) == 0 for mesh in few)
     # Nobody has eight of four heads.
     assert all(mesh["tensor"] <= 4 for mesh in found + few)

@@ -130,7 +130,7 @@ def meshes_for(config: Config, target: Target) -> list[dict[str, int]]:
     """Meshes worth a look, the likeliest first: all that the sizes divide by, less the far-fetched.
 
     Parameters split over some devices and rows over the others come first; then heads over two or
-    more, for which each layer waits; a sequence is split only where there are fewer rows than
+    more, for which each layer waits; a sequence is split only where rows would not divide by the
     devices otherwise.
     """
     devices = len(target.devices)
@@ -139,7 +139,7 @@ def meshes_for(config: Config, target: Target) -> list[dict[str, int]]:
     found = []
     for tensor, context in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
         rest = devices // (tensor * context)
-        if rest * tensor * context != devices or (context > 1 and rest * context <= rows):
+        if rest * tensor * context != devices or (context > 1 and rows % (rest * context) == 0):
             continue
         for fsdp in (n for n in range(1, rest + 1) if rest % n == 0):
             data = rest // fsdp
