@@ -288,6 +288,7 @@ def test_tables_are_split_over_devices():
         ({"adaptive_cutoffs": "5,12", "adaptive_factor": 8}, "leaves the rarest tokens no width"),
         ({"adaptive_cutoffs": "5", "tied_embeddings": False}, "share their tables; leave it True"),
         ({"adaptive_cutoffs": "", "adaptive_dropout": 0.2}, "would change nothing: leave it 0"),
+        ({"adaptive_cutoffs": "5,256"}, "with the 256 tokens of data.tokenizer='bytes'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(values, message):

@@ -56,7 +56,7 @@ class Config(Section):
                 f"choose one of {divisors(model.width)}"
             )
         check_positions(model, train.length)
-        check_adaptive(model)
+        check_adaptive(model, data)
         if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
             raise ConfigError(
                 f"model.num_kv_heads={model.num_kv_heads} does not divide "

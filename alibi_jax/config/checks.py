@@ -14,6 +14,7 @@ from alibi_jax.config.parts import (
     RESCALINGS,
     SCHEDULES,
     TOKENIZERS,
+    Data,
     Model,
 )
 from alibi_jax.config.section import ConfigError, nearest
@@ -70,7 +71,7 @@ def check_positions(model: Model, train_length: int) -> None:
         )
 
 
-def check_adaptive(model: Model) -> None:
+def check_adaptive(model: Model, data: Data) -> None:
     """Raises ConfigError for an adaptive softmax that can't be meant."""
     asked = f"model.adaptive_cutoffs={model.adaptive_cutoffs!r}"
     narrowest = model.width // model.adaptive_factor ** len(model.cutoffs)
@@ -84,6 +85,13 @@ def check_adaptive(model: Model) -> None:
         raise ConfigError(
             f"{asked} with model.tied_embeddings=False: adaptive input and softmax share their "
             "tables; leave it True"
+        )
+    # How many words there are only the text says.
+    known = {"bytes": 256, "bpe": data.vocab_size}.get(data.tokenizer)
+    if model.cutoffs and known is not None and model.cutoffs[-1] >= known:
+        raise ConfigError(
+            f"{asked} with the {known} tokens of data.tokenizer={data.tokenizer!r}: the last "
+            "cutoff must be below that"
         )
     if model.adaptive_dropout and not model.cutoffs:
         raise ConfigError(
