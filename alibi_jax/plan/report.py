@@ -57,8 +57,8 @@ def report(
     lines += [
         "",
         "a step on all devices (counted from the configuration)",
-        f"  products {flops.products / 1e12:,.4g} TFLOP ({share:.0%} of 6 x parameters x tokens), "
-        f"attention {flops.attention / 1e12:,.4g}, computed again {flops.again / 1e12:,.4g}",
+        f"  products {_tera(flops.products)} TFLOP ({share:.0%} of 6 x parameters x tokens), "
+        f"attention {_tera(flops.attention)}, computed again {_tera(flops.again)}",
         "",
         "what each device sends a step (read from the compiled program)",
     ]
@@ -132,6 +132,10 @@ def ranking(
 
 def _mesh(program: Program) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in program.mesh.items())
+
+
+def _tera(number: float) -> str:
+    return f"{number / 1e12:,.0f}" if number >= 1e14 else f"{number / 1e12:.3g}"
 
 
 def _bytes(name: str, number: int) -> str:
