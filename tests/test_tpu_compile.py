@@ -105,6 +105,19 @@ assert plans.plan(config, "v5e:2x2") == 0
 shapes = {tuple(x.split(",")) for x in re.findall(r"[a-z]+[0-9]+\\[([0-9,]+)\\]", text)}
 print("SQUARES", [shape for shape in shapes if shape.count("384") > 1])
 """
+ADAPTIVE = """
+from alibi_jax import plan as plans
+from alibi_jax.config import Config, Data, Model, Train
+
+model = Model(
+    num_layers=1, width=256, num_heads=4, dtype="bfloat16", final_norm=False, use_bias=True,
+    adaptive_cutoffs="1000,4000", adaptive_dropout=0.2,
+)
+data = Data(dataset="wikitext", path="wikitext", tokenizer="words", vocab_size=20_000)
+config = Config(data=data, model=model, train=Train(length=512, batch_size=8))
+config.mesh.fsdp, config.mesh.tensor = 2, 2
+assert plans.plan(config, "v4:2x2x1") == 0
+"""
 TOO_LARGE = """
 from alibi_jax import plan as plans
 from alibi_jax.config import Config, Model, Train
@@ -168,6 +181,13 @@ def test_a_plan_for_a_pod_that_is_not_there():
     # Of six layers in a loop, each gathers its weights, and again to be computed again.
     assert int(text.split("all-gather         among    2:")[1].split()[0]) >= 12
     assert text.endswith("SQUARES []")
+
+
+def test_an_adaptive_model_planned_for_a_v4():
+    """A chip's two cores are one device, as they are where it runs."""
+    text = printed(ADAPTIVE)
+    assert "plan for v4:2x2x1: data 1 x fsdp 2 x context 1 x tensor 2" in text
+    assert "% of the 32 GiB of a TPU v4" in text
 
 
 def test_a_run_that_does_not_fit_is_told_what_would():
