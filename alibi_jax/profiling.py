@@ -16,7 +16,7 @@ class Profiler:
 
     def __init__(self, steps: str, workdir: pathlib.Path, start: int, end: int):
         """For a run from step `start` to `end`. Raises ConfigError for steps it has not."""
-        self.first, self.last = window(steps, start, end) if steps else (0, 0)
+        self.first, self.last = _window(steps, start, end) if steps else (0, 0)
         self._folder = workdir / "profile"
         self._tracing = False
 
@@ -42,7 +42,7 @@ class Profiler:
         self._tracing = step != self.last
 
 
-def window(steps: str, start: int, end: int) -> tuple[int, int]:
+def _window(steps: str, start: int, end: int) -> tuple[int, int]:
     """(FIRST, LAST) of "FIRST:LAST". Raises ConfigError."""
     given = re.fullmatch(r"(\d+):(\d+)", steps)
     if given is None:

@@ -211,6 +211,7 @@ class _Loop:
                 reached = step
                 if saving:
                     self._save(step, state)
+                if behind is None:
                     self.pace.pause()
                 if stopping:
                     break

@@ -68,6 +68,8 @@ def open_target(text: str) -> Target:
     # The compiler alone is asked: no TPU of this machine, nor what would tell of one. Any type of
     # machine and worker will do, and without them it complains.
     jax.config.update("jax_platforms", "cpu")
+    # What is compiled for devices that are not here could be kept, but not read back.
+    jax.config.update("jax_enable_compilation_cache", False)
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
