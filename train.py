@@ -11,6 +11,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from alibi_jax import command_line, processes
+from alibi_jax.config import ConfigError
 
 _CONFIG = command_line.define_config(pathlib.Path(__file__).parent / "configs" / "tiny.py")
 _PLAN = flags.DEFINE_string(
@@ -29,6 +30,8 @@ def main() -> int:
     """Flags in, one call out."""
     config = _CONFIG.value
     config.check()
+    if _PLAN.value and _PROFILE.value:
+        raise ConfigError(f"--profile={_PROFILE.value} with --plan: a plan runs no step to trace")
     if _PLAN.value:
         from alibi_jax.plan import plan
 

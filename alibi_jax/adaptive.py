@@ -43,9 +43,13 @@ def make_bands(config: configs.Model, vocab_size: int) -> list[Band]:
             f"model.adaptive_cutoffs={config.adaptive_cutoffs!r} with a vocabulary of "
             f"{vocab_size} tokens: the last cutoff must be below that"
         )
-    widths = (config.width // config.adaptive_factor**n for n in range(len(ends)))
-    each = zip(itertools.pairwise((0, *ends)), widths)
-    return [Band(first, end - first, width) for (first, end), width in each]
+    each = enumerate(itertools.pairwise((0, *ends)))
+    return [Band(first, end - first, band_width(config, n)) for n, (first, end) in each]
+
+
+def band_width(config: configs.Model, number: int) -> int:
+    """How wide the vectors of a band's tokens are; the first band is number 0."""
+    return config.width // config.adaptive_factor**number
 
 
 class AdaptiveVocabulary(nnx.Module):
@@ -63,12 +67,16 @@ class AdaptiveVocabulary(nnx.Module):
 
         def table(band: Band, rows: int) -> nnx.Param:
             drawn = jax.random.normal(rngs.params(), (padded_rows(rows), band.width))
-            return nnx.Param(drawn * band.width**-0.5, axes=("vocab", "embed"))
+            drawn *= band.width**-0.5
+            if rows > band.size:
+                drawn = drawn.at[band.size : rows].set(even((classes, band.width)))
+            return nnx.Param(drawn, axes=("vocab", "embed"))
+
+        def even(shape: tuple[int, int]) -> Array:
+            return jax.nn.initializers.glorot_uniform()(rngs.params(), shape, jnp.float32)
 
         def projection(band: Band) -> nnx.Param:
-            draw = jax.nn.initializers.glorot_uniform()
-            drawn = draw(rngs.params(), (band.width, config.width), jnp.float32)
-            return nnx.Param(drawn, axes=(None, "embed"))
+            return nnx.Param(even((band.width, config.width)), axes=(None, "embed"))
 
         self.tables = nnx.List([table(*each) for each in zip(self.bands, self.rows)])
         self.projections = nnx.List([projection(band) for band in self.bands])

@@ -130,8 +130,7 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         logging.set_verbosity(logging.WARNING)
     try:
         if _CACHE.value:
-            cache = folder("compilation_cache", _CACHE.value)
-            jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
+            _keep_programs(folder("compilation_cache", _CACHE.value))
         code = main()
     except KeyboardInterrupt:
         _fail("interrupted", 130)
@@ -145,6 +144,14 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         processes.fail(f"{kind}{message}{hint}", 1, through_others=not known)
     processes.leave()
     sys.exit(code)
+
+
+def _keep_programs(cache: pathlib.Path) -> None:
+    """Has all that is compiled kept in a folder. Raises ConfigError where that is none."""
+    if cache.exists() and not cache.is_dir():
+        raise ConfigError(f"--compilation_cache={cache} is a file: give a folder, or a new name")
+    jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:

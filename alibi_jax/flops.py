@@ -11,6 +11,7 @@ from alibi_jax.config import Config, Model
 # By how JAX calls the device, the first that it begins with: Cloud TPU documentation; NVIDIA's data
 # sheets, without sparsity.
 PEAKS = {
+    "TPU v4 lite": 138e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5e": 197e12,
@@ -21,6 +22,7 @@ PEAKS = {
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
@@ -79,4 +81,7 @@ def _projections(model: Model, vocab_size: int) -> float:
 
 def peak_flops(device_kind: str) -> float | None:
     """Of bfloat16 products a second, as the device's maker says; None where it isn't known."""
+    if "MIG" in device_kind:
+        # A part of a device.
+        return None
     return next((peak for kind, peak in PEAKS.items() if device_kind.startswith(kind)), None)

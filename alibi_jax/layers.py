@@ -5,6 +5,7 @@ K key heads, H head size, F feed-forward.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -60,15 +61,21 @@ class Attention(nnx.Module):
         )
         q_shape, kv_shape = (width, heads, size), (width, kv_heads, size)
         kv_axes = ("embed", "kv_heads", None)
-        self.query = make("btd,dnh->btnh", q_shape, ("embed", "heads", None), fan_in=width)
-        self.key = make("btd,dkh->btkh", kv_shape, kv_axes, fan_in=width)
-        self.value = make("btd,dkh->btkh", kv_shape, kv_axes, fan_in=width)
+        root = 2**-0.5
+        of_q = _limits(config, root * _xavier(width, heads * size), width**-0.5)
+        of_kv = _limits(config, root * _xavier(width, kv_heads * size), width**-0.5)
+        self.query = make(
+            "btd,dnh->btnh", q_shape, ("embed", "heads", None), fan_in=width, limits=of_q
+        )
+        self.key = make("btd,dkh->btkh", kv_shape, kv_axes, fan_in=width, limits=of_kv)
+        self.value = make("btd,dkh->btkh", kv_shape, kv_axes, fan_in=width, limits=of_kv)
         self.out = make(
             "btnh,nhd->btd",
             (heads, size, width),
             ("heads", None, "embed"),
             fan_in=width,
             gain=(2 * config.num_layers) ** -0.5,
+            limits=_limits(config, _xavier(heads * size, width), 0.0),
         )
         # The layer's own method; None where one serves all layers.
         self.position = (
@@ -265,16 +272,18 @@ class FeedForward(nnx.Module):
         make = functools.partial(
             Projection, dtype=config.dtype, use_bias=config.use_bias, rngs=rngs
         )
-        self.up = make("btd,df->btf", (width, ff), ("embed", "ff"), fan_in=width)
-        self.gate = (
-            make("btd,df->btf", (width, ff), ("embed", "ff"), fan_in=width) if gated else None
+        inward = functools.partial(
+            make, fan_in=width, limits=_limits(config, width**-0.5, width**-0.5)
         )
+        self.up = inward("btd,df->btf", (width, ff), ("embed", "ff"))
+        self.gate = inward("btd,df->btf", (width, ff), ("embed", "ff")) if gated else None
         self.down = make(
             "btf,fd->btd",
             (ff, width),
             ("ff", "embed"),
             fan_in=ff,
             gain=(2 * config.num_layers) ** -0.5,
+            limits=_limits(config, ff**-0.5, ff**-0.5),
         )
         self.dropout_rate = config.activation_dropout
 
@@ -324,10 +333,20 @@ class Layer(nnx.Module):
         return constrain(x + out, "batch", "sequence", None)
 
 
+def _xavier(fan_in: int, fan_out: int) -> float:
+    """The limit of Glorot & Bengio 2010, equation 16."""
+    return math.sqrt(6 / (fan_in + fan_out))
+
+
+def _limits(config: configs.Model, kernel: float, bias: float) -> tuple[float, float] | None:
+    """Of a projection's kernel and bias, which fairseq draws evenly from within them."""
+    return (kernel, bias) if config.initialization == "fairseq" else None
+
+
 def make_norm(config: configs.Model, rngs: nnx.Rngs) -> Any:
     """LayerNorm or RMSNorm over the width, float32, for the gradient of its scale is too.
 
     That is a sum over all tokens, and over all devices.
     """
     kind = nnx.LayerNorm if config.norm == "layernorm" else nnx.RMSNorm
-    return kind(config.width, dtype=jnp.float32, rngs=rngs)
+    return kind(config.width, epsilon=config.norm_epsilon, dtype=jnp.float32, rngs=rngs)

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax import config as configs
-from alibi_jax.adaptive import AdaptiveVocabulary
+from alibi_jax.adaptive import AdaptiveVocabulary, band_width
 from alibi_jax.attention.ring import empty_rings
 from alibi_jax.attention.statistics import AttentionStatistics
 from alibi_jax.cache import BoundedCache, Cache, KeyValues, bounding_slopes
@@ -247,10 +247,10 @@ def check_model_fits(model: configs.Model, mesh: jax.sharding.Mesh) -> None:
     check_divides(f"model.num_kv_heads={model.num_kv_heads}", kv_heads, "kv_heads", mesh)
     check_divides(f"model.ff_width={model.ff_width}", ff, "ff", mesh)
     check_divides(f"the vocabulary in multiples of {ROWS}", ROWS, "vocab", mesh)
-    if model.cutoffs:
-        times = model.adaptive_factor ** len(model.cutoffs)
-        narrowest = f"model.width={model.width} / {times}, of the rarest tokens,"
-        check_divides(narrowest, model.width // times, "embed", mesh)
+    for number in range(1, len(model.cutoffs) + 1):
+        width = band_width(model, number)
+        what = f"the width {width} of band {number} of model.adaptive_cutoffs"
+        check_divides(what, width, "embed", mesh)
 
 
 def check_divides(what: str, size: int, logical: str, mesh: jax.sharding.Mesh) -> None:

@@ -8,6 +8,7 @@ import optax
 from jaxtyping import Array
 
 from alibi_jax.config import Optimizer
+from alibi_jax.formats import dotted
 from alibi_jax.stack import is_stacked
 
 
@@ -33,8 +34,9 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
     """Clipping by global norm, the optimizer's direction, decoupled weight decay, the rate.
 
     AdamW (Loshchilov & Hutter 2019), SGD with Nesterov momentum, or Adafactor (Shazeer &
-    Stern 2018). Weight decay is of matrices only, in all three scaled by the rate. Parameters of
-    layers are stacked, and each layer's are treated as a matrix, or a vector, of its own.
+    Stern 2018). Weight decay is of matrices only, in all three scaled by the rate: not of biases,
+    though those of heads have two axes. Parameters of layers are stacked, and each layer's are
+    treated as a matrix, or a vector, of its own.
     """
     directions = {
         "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2),
@@ -44,8 +46,11 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
         ),
     }
 
+    def is_matrix(path: Any, x: Any) -> bool:
+        return x.ndim - is_stacked(path) > 1 and not dotted(path).endswith("bias")
+
     def matrices(params: Any) -> Any:
-        return jax.tree.map_with_path(lambda path, x: x.ndim - is_stacked(path) > 1, params)
+        return jax.tree.map_with_path(is_matrix, params)
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),

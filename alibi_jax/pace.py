@@ -1,7 +1,9 @@
 """How fast a run goes, and on what its time and memory went."""
 
+import contextlib
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -56,8 +58,17 @@ class Pace:
         self._last = now
 
     def pause(self) -> None:
-        """What was done since the last step is not the next one's."""
+        """What was done since the last step, as a save, is not the next one's, but takes time."""
         self._last = time.perf_counter()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done within takes no time."""
+        begun = time.perf_counter()
+        yield
+        took = time.perf_counter() - begun
+        self._begun += took
+        self._last += took
 
     def measured(self) -> dict[str, float]:
         """Of the steps since the last call, or since the start.

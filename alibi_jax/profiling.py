@@ -6,17 +6,37 @@ import re
 import jax
 
 from alibi_jax.config import ConfigError
+from alibi_jax.processes import say
+
+
+def parse_steps(text: str) -> tuple[int, int] | None:
+    """(FIRST, LAST) of "FIRST:LAST", None of nothing. Raises ConfigError."""
+    if not text:
+        return None
+    given = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    first, last = map(int, given.groups()) if given else (0, 0)
+    if not 1 <= first <= last:
+        raise ConfigError(
+            f"--profile={text}: give the first and the last step to trace, counted from 1, as 10:15"
+        )
+    return first, last
 
 
 class Profiler:
-    """Traces steps FIRST to LAST, given as "FIRST:LAST"; a context manager. Empty: none.
+    """Traces steps, the first and the last given, into `<workdir>/profile`; a context manager.
 
-    The trace of process 0 is written to `<workdir>/profile`.
+    Of a run that goes on from step `start`, those that are still to come. Process 0 alone traces.
+    Raises ConfigError for steps after `end`, the last.
     """
 
-    def __init__(self, steps: str, workdir: pathlib.Path, start: int, end: int):
-        """For a run from step `start` to `end`. Raises ConfigError for steps it has not."""
-        self.first, self.last = _window(steps, start, end) if steps else (0, 0)
+    def __init__(self, steps: tuple[int, int] | None, workdir: pathlib.Path, start: int, end: int):
+        first, self.last = steps or (0, 0)
+        if self.last > end:
+            raise ConfigError(f"--profile={first}:{self.last}: the run ends with step {end}")
+        if steps and self.last <= start:
+            say(f"--profile={first}:{self.last}: these steps are done, and not traced")
+            self.last = 0
+        self.first = max(first, start + 1)
         self._folder = workdir / "profile"
         self._tracing = False
 
@@ -40,17 +60,3 @@ class Profiler:
         else:
             jax.profiler.start_trace(self._folder)
         self._tracing = step != self.last
-
-
-def _window(steps: str, start: int, end: int) -> tuple[int, int]:
-    """(FIRST, LAST) of "FIRST:LAST". Raises ConfigError."""
-    given = re.fullmatch(r"(\d+):(\d+)", steps)
-    if given is None:
-        raise ConfigError(f"--profile={steps}: give FIRST:LAST, as 10:15")
-    first, last = map(int, given.groups())
-    if not start < first <= last <= end:
-        raise ConfigError(
-            f"--profile={steps}: this run goes from step {start + 1} to {end}; give two of those, "
-            "the first not after the last"
-        )
-    return first, last

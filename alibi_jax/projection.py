@@ -18,7 +18,9 @@ PROJECTION = "projection"
 class Projection(nnx.Module):
     """A matrix product over named axes: float32 parameters, accumulated in float32.
 
-    With `use_bias` a vector is added to what comes out, of those of its axes that are the kernel's.
+    Drawn from a normal distribution of standard deviation gain/sqrt(`fan_in`), or evenly from
+    within a limit. With `use_bias` a vector is added to what comes out, of those of its axes that
+    are the kernel's: zeros, or within a limit of its own.
     """
 
     def __init__(
@@ -32,14 +34,22 @@ class Projection(nnx.Module):
         rngs: nnx.Rngs,
         gain: float = 1.0,
         use_bias: bool = False,
+        limits: tuple[float, float] | None = None,
     ):
-        kernel = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-        self.kernel = nnx.Param(kernel * (gain * fan_in**-0.5), axes=axes)
+        key = rngs.params()
+        if limits is None:
+            kernel = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+            kernel *= gain * fan_in**-0.5
+        else:
+            kernel = jax.random.uniform(key, shape, jnp.float32, -limits[0], limits[0])
+        self.kernel = nnx.Param(kernel, axes=axes)
         operands, out = equation.split("->")
         kept = [number for number, name in enumerate(operands.split(",")[1]) if name in out]
-        zeros = jnp.zeros([shape[number] for number in kept], jnp.float32)
+        bias = jnp.zeros([shape[number] for number in kept], jnp.float32)
+        if use_bias and limits is not None:
+            bias = jax.random.uniform(rngs.params(), bias.shape, jnp.float32, -1, 1) * limits[1]
         self.bias = (
-            nnx.Param(zeros, axes=tuple(axes[number] for number in kept)) if use_bias else None
+            nnx.Param(bias, axes=tuple(axes[number] for number in kept)) if use_bias else None
         )
         self.equation = equation
         self.dtype = jnp.dtype(dtype)

@@ -21,7 +21,7 @@ from alibi_jax.metrics import MetricsWriter
 from alibi_jax.optimizers import make_schedule
 from alibi_jax.pace import Pace
 from alibi_jax.processes import StopRequest, first_then_all, say
-from alibi_jax.profiling import Profiler
+from alibi_jax.profiling import Profiler, parse_steps
 from alibi_jax.provenance import provenance
 from alibi_jax.scoring import Scorer
 from alibi_jax.step import StepMetrics, Trainer, TrainState, check_fits
@@ -72,6 +72,7 @@ def train(config: Config, workdir: pathlib.Path, profile: str = "") -> int:
         FloatingPointError: for a loss or gradient that is not finite; nothing of it is saved.
     """
     config.check()
+    traced = parse_steps(profile)
     mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
     check_fits(config, mesh)
     if workdir.exists() and not workdir.is_dir():
@@ -82,7 +83,7 @@ def train(config: Config, workdir: pathlib.Path, profile: str = "") -> int:
         if saved.step >= config.train.steps:
             return saved.step
     start = 0 if saved is None else saved.step
-    profiler = Profiler(profile, workdir, start, config.train.steps)
+    profiler = Profiler(traced, workdir, start, config.train.steps)
     prepared = first_then_all("data", lambda: _prepare(config))
     if saved is not None:
         check_same_text(saved, prepared.text, prepared.tokenizer, workdir)
@@ -173,8 +174,8 @@ class _Loop:
         steps = config.train.steps
         rows = sharding.local_rows(trainer.batch_sharding, config.train.batch_size)
         reached = start
-        self.pace.restart()
         self.profiler.done(start)
+        self.pace.restart()
         with (
             jax.set_mesh(trainer.mesh),
             tqdm(
@@ -201,7 +202,8 @@ class _Loop:
                 if saving or self._logs(step) or step == start + 1 or self.profiler.waits(step):
                     loss, grad_norm = self._read(step, metrics)
                     behind = None
-                    self.profiler.done(step)
+                    with self.pace.aside():
+                        self.profiler.done(step)
                     if self._logs(step):
                         self._log(step, loss, grad_norm, state, bar)
                     elif step == start + 1:

@@ -188,6 +188,27 @@ def test_bfloat16_states_give_float32_losses_and_table_gradients():
     assert vocabulary.embed(tokens).dtype == jnp.bfloat16
 
 
+def test_bfloat16_table_gradients_are_summed_in_float32_over_chunks(monkeypatch):
+    """One token a chunk, and each token once, twice, ... of a single band."""
+    vocabulary = make(dtype="bfloat16")
+    hidden, _ = some(4, 64, dtype=jnp.bfloat16)
+    targets = jnp.full((4, 64), 39, jnp.int32)
+    whole = gradients(vocabulary, hidden, targets)[2][2]
+    monkeypatch.setattr(losses, "LOGITS", 1)
+    parts = gradients(vocabulary, hidden, targets)[2][2]
+    # One chunk's own rounding; a sum kept in 16 bits would be off by much more after 256 of them.
+    assert np.linalg.norm(parts - whole) < 2**-8 * np.linalg.norm(whole)
+
+
+def test_the_other_bands_begin_as_classes_of_their_own():
+    """Drawn as fairseq draws them, evenly."""
+    table = make(300, width=256, adaptive_cutoffs="100,200").tables[0][...]
+    limit = math.sqrt(6 / (2 + 256))
+    assert np.abs(table[100:102]).max() <= limit
+    assert np.std(table[100:102]) == pytest.approx(limit / math.sqrt(3), rel=0.05)
+    assert np.std(table[:100]) == pytest.approx(1 / 16, rel=0.02)
+
+
 def test_only_chunks_with_targets_of_a_band_are_computed(monkeypatch):
     """Of 24 tokens, each time so many as are of the second and of the third band."""
     monkeypatch.setattr(losses, "LOGITS", 4 * ROWS)
@@ -285,6 +306,7 @@ def test_tables_are_split_over_devices():
         ({"adaptive_cutoffs": "12,5"}, "'12,5': give rising token numbers"),
         ({"adaptive_cutoffs": "5,5"}, "give rising"),
         ({"adaptive_cutoffs": "0,5"}, "give rising"),
+        ({"adaptive_cutoffs": "²"}, "give rising"),
         ({"adaptive_cutoffs": "5,12", "adaptive_factor": 8}, "leaves the rarest tokens no width"),
         ({"adaptive_cutoffs": "5", "tied_embeddings": False}, "share their tables; leave it True"),
         ({"adaptive_cutoffs": "", "adaptive_dropout": 0.2}, "would change nothing: leave it 0"),
@@ -301,8 +323,18 @@ def test_a_vocabulary_below_the_last_cutoff_is_refused():
         make(12)
 
 
-def test_a_mesh_that_divides_all_but_the_narrowest_vectors_is_refused():
-    model = Model(**MODEL)
-    check_model_fits(model, mesh_of(1, 4, 1, 1))
-    with pytest.raises(ConfigError, match="16 / 4, of the rarest tokens"):
-        check_model_fits(model, mesh_of(1, 8, 1, 1))
+@pytest.mark.parametrize(
+    ("values", "fsdp", "message"),
+    [
+        ({}, 4, None),
+        ({}, 8, "the width 4 of band 2 of model.adaptive_cutoffs does not divide by the 8"),
+        ({"width": 44, "num_heads": 4, "adaptive_factor": 3}, 4, "the width 14 of band 1"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_every_band_is_refused(values, fsdp, message):
+    model = Model(**MODEL | values)
+    if message is None:
+        check_model_fits(model, mesh_of(1, fsdp, 1, 1))
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_model_fits(model, mesh_of(1, fsdp, 1, 1))

@@ -141,6 +141,8 @@ def results(folder):
         ("--config=missing.py", ["--config=missing.py", "no such file"]),
         ("--config=", ["--config=", "no such file"]),
         ("leftover", ["'leftover'", "--NAME=VALUE"]),
+        ("--compilation_cache=gs://x", ["--compilation_cache=gs://x", "mount the bucket"]),
+        (f"--compilation_cache={__file__}", ["test_command_line.py is a file: give a folder"]),
     ],
 )
 def test_train_refuses_what_is_typed_wrong(argument, says, tmp_path):
@@ -269,6 +271,15 @@ def test_help_names_the_flags(script, tmp_path):
     assert (code, lines) == (1, [])
     assert out.lstrip().startswith(("Trains", "Evaluates"))
     assert "--workdir" in out
+
+
+def test_steps_are_traced_and_programs_kept(place, tmp_path):
+    arguments = (f"--config={place / 'config.py'}", "--profile=2:3", "--compilation_cache=cache")
+    code, _, lines = run("train.py", *arguments, cwd=tmp_path)
+    assert code == 0, lines
+    assert list((tmp_path / "runs" / "config" / "profile").rglob("*.xplane.pb"))
+    assert any("train_step" in path.name for path in (tmp_path / "cache").iterdir())
+    refuses("train.py", "--plan=cpu:1", "--profile=2:3", cwd=tmp_path, says=["a plan runs no step"])
 
 
 def test_metrics_have_a_line_a_logged_step(trained):

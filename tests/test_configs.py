@@ -5,10 +5,10 @@ import runpy
 
 import jax
 import pytest
-from helpers import mesh_of
+from helpers import layers_of, mesh_of
 
-from alibi_jax.config import POSITIONS, Config
-from alibi_jax.model import abstract_model
+from alibi_jax.config import POSITIONS, Config, ConfigError, flatten
+from alibi_jax.model import abstract_model, initial_params
 from alibi_jax.optimizers import make_schedule
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
@@ -43,11 +43,75 @@ def test_every_configuration_can_be_meant(path):
     assert isinstance(config_of(path.relative_to(CONFIGS)), Config)
 
 
+# As the fork's command has it, and fairseq's transformer_lm_wiki103.
+WIKITEXT103 = {
+    "data.dataset": "wikitext",
+    "data.tokenizer": "words",
+    "model.num_layers": 16,
+    "model.width": 1024,
+    "model.num_heads": 8,
+    "model.ff_width": 4096,
+    "model.activation": "relu",
+    "model.norm": "layernorm",
+    "model.norm_epsilon": 1e-5,
+    "model.final_norm": False,
+    "model.use_bias": True,
+    "model.initialization": "fairseq",
+    "model.tied_embeddings": True,
+    "model.adaptive_cutoffs": "20000,60000",
+    "model.adaptive_factor": 4,
+    "model.dropout": 0.3,
+    "model.attention_dropout": 0.1,
+    "model.activation_dropout": 0.1,
+    "model.adaptive_dropout": 0.2,
+    "optimizer.name": "sgd",
+    "optimizer.momentum": 0.99,
+    "optimizer.learning_rate": 1.0,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.clip_norm": 0.1,
+    "optimizer.warmup_steps": 16_000,
+    "train.steps": 286_000,
+    "train.seed": 1,
+}
+
+
 @pytest.mark.parametrize("length", LENGTHS)
-def test_wikitext103_has_as_many_tokens_an_update_at_every_length(length):
+def test_wikitext103_is_the_papers_at_every_length(length):
     config = config_of("paper/wikitext103.py", str(length))
-    assert config.train.length == length
-    assert config.train.batch_size * length == 9216 * 8
+    assert flatten(config).items() >= (WIKITEXT103 | {"train.length": length}).items()
+    # Whole windows of at most 9,216 tokens on each of 8 GPUs: of 2,048 there are four.
+    expected = 8 * 4 * 2048 if length == 2048 else 8 * 9216
+    assert config.train.batch_size * length == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("wikitext103", x) for x in ("0", "", "abc", "9217", "²")] + [("large", "0"), ("large", "3")],
+)
+def test_a_training_length_that_cannot_be_meant_is_refused(name, length):
+    with pytest.raises(ConfigError, match=f"'{length}' is no training length"):
+        config_of(f"paper/{name}.py", length)
+
+
+def test_projections_begin_as_fairseqs():
+    """Its MultiheadAttention and the default of torch.nn.Linear, by their standard deviations."""
+    config = config_of("paper/wikitext103.py")
+    config.model.num_layers = 1
+    params = jax.jit(lambda key: initial_params(config, 70_000, key))(jax.random.key(0))
+    (layer,) = layers_of(params)
+    third = 3**-0.5
+    expected = {
+        "query": (third * (6 / 2048 / 2) ** 0.5, third / 32),
+        "key": (third * (6 / 2048 / 2) ** 0.5, third / 32),
+        "value": (third * (6 / 2048 / 2) ** 0.5, third / 32),
+        "out": (third * (6 / 2048) ** 0.5, 0.0),
+        "up": (third / 32, third / 32),
+        "down": (third / 64, third / 64),
+    }
+    for name, (kernel, bias) in expected.items():
+        one = layer["ff" if name in ("up", "down") else "attention"][name]
+        assert float(one["kernel"].std()) == pytest.approx(kernel, rel=0.01)
+        assert float(one["bias"].std()) == pytest.approx(bias, rel=0.1)
 
 
 def test_wikitext103_has_the_parameters_of_the_papers_model():

@@ -1,5 +1,8 @@
+import types
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from alibi_jax import memory
@@ -16,6 +19,19 @@ def program():
     return (
         jax.jit(sorted_both_ways).lower(jax.ShapeDtypeStruct((1024, 1024), jnp.float32)).compile()
     )
+
+
+def test_the_peak_is_that_of_the_fullest_device(monkeypatch):
+    def devices(*peaks):
+        stats = [None if n is None else {"peak_bytes_in_use": n} for n in peaks]
+        return [types.SimpleNamespace(memory_stats=lambda one=one: one) for one in stats]
+
+    monkeypatch.setattr(jax, "local_devices", lambda: devices(5, 9, 7))
+    assert memory.peak() == 9
+    monkeypatch.setattr(jax, "local_devices", lambda: devices(None))
+    before = memory.peak()
+    held = np.ones(before // 8 + 2**24)
+    assert memory.peak() >= before + held.nbytes // 8
 
 
 def test_the_devices_of_a_cpu_share_its_memory():

@@ -7,7 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from alibi_jax.config import OPTIMIZERS, SCHEDULES, Optimizer
+from alibi_jax.config import OPTIMIZERS, SCHEDULES, Config, Model, Optimizer
+from alibi_jax.model import initial_params
 from alibi_jax.optimizers import make_optimizer, make_schedule
 
 STEPS = 110
@@ -53,6 +54,21 @@ def stacked(tree, count=3):
     """As the parameters of so many layers, each of them other numbers."""
     scales = 1.0 + np.arange(count)
     return {"layers": jax.tree.map(lambda x: jnp.stack([n * x for n in scales]), tree)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_biases_of_heads_do_not_decay(name):
+    """They have two axes, as matrices do."""
+    config = Config(model=Model(num_layers=2, width=8, num_heads=2, use_bias=True))
+    params = initial_params(config, 5, jax.random.key(0))
+    assert params["layers"]["stacks"][0]["attention"]["query"]["bias"].shape == (2, 2, 4)
+    ones = jax.tree.map(jnp.ones_like, params)
+    tx = make_optimizer(constant(name=name, weight_decay=0.1), 10)
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, ones), tx.init(ones), ones)
+    for path, update in jax.tree.leaves_with_path(updates):
+        *_, last = (key.key for key in path)
+        decays = last in ("kernel", "embedding")
+        np.testing.assert_allclose(update, -0.01 if decays else 0.0, rtol=1e-6, err_msg=str(path))
 
 
 # Schedules: 10 steps of warm-up, 100 of decay.

@@ -54,6 +54,16 @@ def test_a_save_is_no_step_but_takes_time(pace, clock):
     assert measured["tokens_per_second"] == pytest.approx(3 * 200 / 10)
 
 
+def test_what_is_done_aside_takes_no_time(pace, clock):
+    run(pace, clock, [1.0])
+    with pace.aside():
+        clock.seconds += 30.0
+    run(pace, clock, [1.0])
+    measured = pace.measured()
+    assert measured["slowest_step_seconds"] == 1.0
+    assert measured["tokens_per_second"] == 200.0
+
+
 def test_what_came_before_a_restart_does_not_count(pace, clock):
     run(pace, clock, [50.0])
     pace.restart()
@@ -88,6 +98,10 @@ def test_there_is_no_mfu_where_the_peak_is_not_known(pace, clock):
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("TPU v4 lite", 138e12),
         ("cpu", None),
     ],
 )

@@ -104,6 +104,15 @@ def test_flops_are_consistent():
     assert longer.products == flops.products
 
 
+def test_flops_of_an_adaptive_vocabulary_are_of_what_every_token_takes():
+    """The first band with a class for each other one, and the projections in and out."""
+    config, tokens = config_of(adaptive_cutoffs="100,180"), 8 * 64
+    layers = step_flops(config_of(), VOCAB).products - 6 * tokens * 64 * VOCAB
+    widths = 64 + 16 + 4
+    expected = layers + 6 * tokens * 64 * (102 + widths + 16 + 4)
+    assert step_flops(config, VOCAB).products == pytest.approx(expected)
+
+
 # Collectives.
 
 

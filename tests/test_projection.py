@@ -1,5 +1,7 @@
 """The layers' matrix product and its gradient, against float64 by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +72,22 @@ def test_the_gradients_are_those_of_float64(equation, shape, kernel_shape, dtype
         np.testing.assert_allclose(
             np.asarray(got, np.float64), expected, atol=share * np.abs(expected).max()
         )
+
+
+def test_kernels_and_biases_within_limits():
+    def drawn(**values):
+        axes = (None,) * 3
+        make = functools.partial(Projection, "btd,dnh->btnh", (64, 8, 64), axes, fan_in=64)
+        return make(dtype="float32", rngs=nnx.Rngs(0), use_bias=True, **values)
+
+    layer = drawn(limits=(0.5, 0.25))
+    for param, limit in ((layer.kernel, 0.5), (layer.bias, 0.25)):
+        assert 0.98 * limit < np.abs(param[...]).max() <= limit
+        assert np.std(param[...]) == pytest.approx(limit / 3**0.5, rel=0.05)
+    assert not drawn(limits=(0.5, 0.0)).bias[...].any()
+    # Of a normal distribution that is cut off at two standard deviations.
+    assert np.std(drawn().kernel[...]) == pytest.approx(0.88 / 8, rel=0.01)
+    assert not drawn().bias[...].any()
 
 
 def test_projections_of_16_bits_multiply_16_bits_and_add_up_in_float32():

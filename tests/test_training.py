@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -303,6 +304,34 @@ def test_g5_resumed_is_never_stopped(tiny_config, tmp_path):
     assert_same_arrays(saved_state(config, stopped, 10), saved_state(config, whole, 10))
     assert lines(stopped) == lines(whole)
     assert [line["step"] for line in lines(whole)] == list(range(1, 11))
+
+
+def test_adaptive_dropout_is_in_training(tiny_config, batches):
+    def losses(**changes):
+        config = tiny_config(ADAPTIVE | changes)
+        trainer = Trainer(config, VOCAB, mesh_of(1, 1, 1, 1))
+        return run_steps(trainer, trainer.initial_state(), batches, 1)[1]
+
+    assert losses() == losses()
+    assert losses() != losses(**{"model.adaptive_dropout": 0.0})
+
+
+def test_a_save_is_no_slow_step(tiny_config, tmp_path, monkeypatch):
+    save = Checkpoints.save
+
+    def slow(*arguments):
+        time.sleep(1.5)
+        return save(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    train(tiny_config({"train.log_every": 3}), tmp_path)
+    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # Step 5's is among those of step 6, and takes of their time, if not of one step's.
+    sixth = logged[1]
+    assert sixth["step"] == 6
+    assert sixth["slowest_step_seconds"] < 1.5
+    assert sixth["tokens_per_second"] < 3 * 16 * 16 / 1.5
+    assert set(sixth) >= set(MEASURED) - {"mfu"}
 
 
 def test_an_adaptive_model_learns_and_resumes(tiny_config, tmp_path):

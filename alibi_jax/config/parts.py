@@ -36,6 +36,7 @@ RESCALINGS: dict[str, tuple[str, ...]] = {
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu")
 REMATS = ("none", "projections", "full")
 NORMS = ("layernorm", "rmsnorm")
+INITIALIZATIONS = ("scaled", "fairseq")
 DTYPES = ("float32", "bfloat16", "float16")
 # Datasets that are read from `data.path`.
 FROM_PATH = ("text", "wikitext")
@@ -93,10 +94,14 @@ class Model(Section):
     ff_width: int | None = None
     activation: str = "relu"
     norm: str = "layernorm"
+    norm_epsilon: float = 1e-6
     # After the last layer too.
     final_norm: bool = True
     # Vectors added to what the layers' projections give.
     use_bias: bool = False
+    # Of the projections: normal, by what they sum over, and smaller by depth where they add to the
+    # residual stream; or as fairseq's transformer has it, which is uniform.
+    initialization: str = "scaled"
     tied_embeddings: bool = True
     # Adaptive input and softmax: where the bands of ever rarer tokens begin, "20000,60000", the
     # vectors of each so many times narrower than the one's before. Empty: one table for all.
@@ -122,7 +127,7 @@ class Model(Section):
     def cutoffs(self) -> tuple[int, ...]:
         """The first tokens of the adaptive bands but the first. Raises ConfigError."""
         parts = self.adaptive_cutoffs.split(",") if self.adaptive_cutoffs else []
-        numbers = tuple(int(part) for part in parts if part.strip().isdigit())
+        numbers = tuple(int(part) for part in parts if part.strip().isdecimal())
         if len(numbers) < len(parts) or any(a >= b for a, b in itertools.pairwise((0, *numbers))):
             raise ConfigError(
                 f"model.adaptive_cutoffs={self.adaptive_cutoffs!r}: give rising token numbers with "

@@ -3,13 +3,15 @@
 python train.py --config=configs/paper/wikitext103.py:512 --config.data.path=path/to/wikitext-103
 """
 
-from alibi_jax.config import Config
+from alibi_jax.config import Config, ConfigError
 
-# Tokens an update: 9,216 on each of 8 GPUs.
-TOKENS = 73_728
+# As many whole windows as have at most so many tokens, on each of 8 GPUs.
+TOKENS, GPUS = 9216, 8
 
 
 def get_config(length: str = "512") -> Config:
+    if not length.isdecimal() or not 1 <= int(length) <= TOKENS:
+        raise ConfigError(f"{length!r} is no training length: give 1 to {TOKENS} tokens, as :512")
     config = Config()
     config.data.dataset = "wikitext"
     config.data.path = "wikitext-103"
@@ -22,8 +24,10 @@ def get_config(length: str = "512") -> Config:
     config.model.num_heads = 8
     config.model.ff_width = 4096
     config.model.activation = "relu"
+    config.model.norm_epsilon = 1e-5
     config.model.final_norm = False
     config.model.use_bias = True
+    config.model.initialization = "fairseq"
     config.model.adaptive_cutoffs = "20000,60000"
     config.model.adaptive_factor = 4
     config.model.dropout = 0.3
@@ -40,7 +44,7 @@ def get_config(length: str = "512") -> Config:
     config.optimizer.final_fraction = 1e-4
     config.optimizer.clip_norm = 0.1
     config.train.length = int(length)
-    config.train.batch_size = TOKENS // int(length)
+    config.train.batch_size = TOKENS // int(length) * GPUS
     config.train.steps = 286_000
     config.train.seed = 1
     config.train.log_every = 100
