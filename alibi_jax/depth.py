@@ -19,7 +19,7 @@ from alibi_jax.projection import PROJECTION
 from alibi_jax.stack import make_stack, unstack
 
 # So few periods are not worth a loop, which writes and reads what is kept of each layer once more:
-# a third more of a step's time with two layers on a CPU, a seventh more with eight.
+# a third more of a step's time with two layers on a CPU, a tenth more with eight.
 _UNROLLED = 4
 # What is kept of a layer for the backward pass, which computes the rest again (`model.remat`).
 _KEPT = {
