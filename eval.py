@@ -9,7 +9,7 @@ import dataclasses
 
 from absl import flags
 
-from alibi_jax import command_line
+from alibi_jax import cli
 from alibi_jax.config import parse_mesh
 
 _WORKDIR = flags.DEFINE_multi_string(
@@ -57,11 +57,11 @@ _OUT = flags.DEFINE_string("out", None, "Where to write; default: eval/ in the f
 def main() -> int:
     """Flags in, one call out."""
     sizes = dataclasses.astuple(parse_mesh(_MESH.value))
-    command_line.start_devices(sizes=sizes)
+    cli.start_devices(sizes=sizes)
     from alibi_jax.evaluation import evaluate
 
     return evaluate(
-        [str(command_line.folder("workdir", name)) for name in _WORKDIR.value or []],
+        [str(cli.folder("workdir", name)) for name in _WORKDIR.value or []],
         lengths=_LENGTHS.value,
         protocols=_PROTOCOLS.value,
         rescalings=_RESCALINGS.value,
@@ -76,9 +76,9 @@ def main() -> int:
         step=_STEP.value,
         batch_tokens=_BATCH_TOKENS.value,
         mesh=_MESH.value,
-        out=command_line.folder("out", _OUT.value) if _OUT.value else None,
+        out=cli.folder("out", _OUT.value) if _OUT.value else None,
     )
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

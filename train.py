@@ -10,10 +10,11 @@ import pathlib
 from absl import flags
 from ml_collections import config_flags
 
-from alibi_jax import command_line, processes
+from alibi_jax import cli
 from alibi_jax.config import ConfigError
+from alibi_jax.distributed import processes
 
-_CONFIG = command_line.define_config(pathlib.Path(__file__).parent / "configs" / "tiny.py")
+_CONFIG = cli.define_config(pathlib.Path(__file__).parent / "configs" / "tiny.py")
 _PLAN = flags.DEFINE_string(
     "plan",
     None,
@@ -37,12 +38,12 @@ def main() -> int:
 
         return plan(config, _PLAN.value)
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
-    workdir = command_line.folder("workdir", _WORKDIR.value or f"runs/{name}")
-    command_line.start_devices(
+    workdir = cli.folder("workdir", _WORKDIR.value or f"runs/{name}")
+    cli.start_devices(
         config.train.batch_size // config.train.accumulation,
         tuple(dataclasses.asdict(config.mesh).values()),
     )
-    from alibi_jax.training import train
+    from alibi_jax.training.loop import train
 
     step = train(config, workdir, _PROFILE.value)
     processes.say(
@@ -53,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

@@ -5,8 +5,8 @@ Counted from the configuration and not read from the compiler, which counts the 
 
 from typing import NamedTuple
 
-from alibi_jax.adaptive import make_bands
 from alibi_jax.config import Config, Model
+from alibi_jax.model.adaptive_softmax import make_bands
 
 # By how JAX calls the device, the first that it begins with: Cloud TPU documentation; NVIDIA's data
 # sheets, without sparsity.

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
-from alibi_jax.cache import BoundedCache, Cache
 from alibi_jax.model import Transformer
+from alibi_jax.model.kv_cache import BoundedKVCache, KVCache
 
 Prompt = Sequence[int] | Integer[np.ndarray, "T"]
 
@@ -95,8 +95,8 @@ def generate(
         max_new_tokens,
         sampled,
     )
-    if cache_tolerance is not None and isinstance(cache, BoundedCache):
-        share = float(cache.left_out.max())
+    if cache_tolerance is not None and isinstance(cache, BoundedKVCache):
+        share = float(cache.omitted_share.max())
         # Also where it is no number.
         if not share <= cache_tolerance:
             raise ValueError(
@@ -112,11 +112,11 @@ def prefill(
     state: Any,
     tokens: Int[Array, "B T"],
     real: Bool[Array, "B T"],
-    cache: Cache | BoundedCache,
-) -> tuple[Float[Array, "B V"], Cache | BoundedCache]:
+    cache: KVCache | BoundedKVCache,
+) -> tuple[Float[Array, "B V"], KVCache | BoundedKVCache]:
     """The logits after the prompts, and the cache, which was empty, with the prompts in it."""
     model = nnx.merge(graphdef, state)
-    hidden, cache = model.decode(tokens, cache, real=real)
+    hidden, cache = model.hidden_states_with_cache(tokens, cache, real=real)
     return model.logits(hidden[:, -1:])[:, 0], cache
 
 
@@ -124,7 +124,7 @@ def prefill(
 def decode(
     graphdef: Any,
     state: Any,
-    cache: Cache | BoundedCache,
+    cache: KVCache | BoundedKVCache,
     logits: Float[Array, "B V"],
     keys: Key[Array, "B"],
     temperature: Float[Array, ""],
@@ -132,7 +132,7 @@ def decode(
     stop_token: Int[Array, ""],
     max_new_tokens: int,
     sampled: bool,
-) -> tuple[Int[Array, "B {max_new_tokens}"], Cache | BoundedCache]:
+) -> tuple[Int[Array, "B {max_new_tokens}"], KVCache | BoundedKVCache]:
     """The new tokens, one after another, and the cache, which takes the place of the one given.
 
     After a row's stop token come only more of it; ends before `max_new_tokens` once all rows have
@@ -161,7 +161,9 @@ def decode(
         step, last, tokens, cache = carry
         # What comes after a row's stop token is not given out, and should not count.
         real = (last != stop_token)[:, None]
-        hidden, cache = model.decode(last[:, None], cache, real=real, layers=layers)
+        hidden, cache = model.hidden_states_with_cache(
+            last[:, None], cache, real=real, layers=layers
+        )
         chosen = choose(step, model.logits(hidden)[:, 0])
         chosen = jnp.where(last == stop_token, stop_token, chosen)
         return step + 1, chosen, put(tokens, step, chosen), cache

@@ -99,14 +99,14 @@ def attending(**options: Any) -> Iterator[None]:
     """The models that are traced in here call `attention` with these options. Needs JAX."""
     import functools
 
-    from alibi_jax import layers
+    from alibi_jax.model import layer
 
-    plain = layers.attention
-    layers.attention = functools.partial(plain, **options)
+    plain = layer.attention
+    layer.attention = functools.partial(plain, **options)
     try:
         yield
     finally:
-        layers.attention = plain
+        layer.attention = plain
 
 
 def product_rate(dtype: str) -> Callable[[], float]:

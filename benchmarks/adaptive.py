@@ -19,11 +19,12 @@ import numpy as np
 from absl import flags
 from flax import nnx
 
-from alibi_jax import command_line, sharding
-from alibi_jax.adaptive import AdaptiveVocabulary
+from alibi_jax import cli
 from alibi_jax.config import Model
-from alibi_jax.processes import say
-from alibi_jax.vocabulary import Vocabulary
+from alibi_jax.distributed import sharding
+from alibi_jax.distributed.processes import say
+from alibi_jax.model.adaptive_softmax import AdaptiveVocabulary
+from alibi_jax.model.vocabulary import Vocabulary
 
 _LENGTH = flags.DEFINE_integer("length", 1024, "Of a row, in tokens.")
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the hidden states.")
@@ -37,7 +38,7 @@ _LAST = 60_000
 def main() -> int:
     """Prints a line a vocabulary."""
     jax.config.update("jax_platforms", "cpu")
-    command_line.start_devices()
+    cli.start_devices()
     model = Model(width=_WIDTH, num_heads=8, adaptive_cutoffs="20000,60000", dtype=_DTYPE.value)
     words = _words((jax.device_count(), _LENGTH.value))
     shares = [f"{(words >= cutoff).mean():.1%}" for cutoff in model.cutoffs]
@@ -96,4 +97,4 @@ def _step(kind: type[nnx.Module], model: Model, words: np.ndarray) -> Callable[[
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

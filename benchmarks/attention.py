@@ -32,9 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from alibi_jax import alibi_bias, alibi_slopes, command_line, sharding
+from alibi_jax import alibi_bias, alibi_slopes, cli
 from alibi_jax.attention import alibi_attention
-from alibi_jax.processes import say
+from alibi_jax.distributed import sharding
+from alibi_jax.distributed.processes import say
 
 _LENGTHS = flags.DEFINE_list("lengths", ["512", "1024", "4096", "16384"], "In tokens.")
 _FORWARD_LENGTHS = flags.DEFINE_list("forward_lengths", ["65536"], "Without gradients.")
@@ -85,7 +86,7 @@ class Setting(NamedTuple):
 def main() -> int:
     """Prints the table of times, then that of memory, and draws the times."""
     jax.config.update("jax_platforms", "cpu")
-    command_line.start_devices(_HEADS)
+    cli.start_devices(_HEADS)
     torch = _timing.torch_version(_TORCH.value)
     say(f"{jax.device_count()} cores, jax {jax.__version__}, torch {torch}\n")
     say(f"| length | dtype | pass | | / {_OURS} | ms | share of product | off by |")
@@ -154,7 +155,9 @@ def _prepare(name: str, setting: Setting) -> Callable[[], tuple[jax.Array, ...]]
     ]
 
     def attend(*inputs: jax.Array) -> jax.Array:
-        split = sharding.split(functools.partial(_attend, name), [*[axes] * 3, ("heads",)], axes)
+        split = sharding.map_over_shards(
+            functools.partial(_attend, name), [*[axes] * 3, ("heads",)], axes
+        )
         return split(*inputs, jnp.asarray(_slopes()))
 
     def results(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -249,4 +252,4 @@ def _growth(name: str, setting: Setting) -> float:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

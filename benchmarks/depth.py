@@ -18,10 +18,12 @@ import jax
 import numpy as np
 from absl import flags
 
-from alibi_jax import command_line, depth, sharding
+from alibi_jax import cli
 from alibi_jax.config import Config, Model, Optimizer, Train
-from alibi_jax.processes import say
-from alibi_jax.step import Trainer
+from alibi_jax.distributed import sharding
+from alibi_jax.distributed.processes import say
+from alibi_jax.model import layer_stack
+from alibi_jax.training.step import Trainer
 
 _LOOP = flags.DEFINE_list("loop", ["2", "4", "8"], "Depths to time a step of.")
 _COMPILE = flags.DEFINE_list("compile", ["4", "8", "16", "32"], "Depths to time compiling of.")
@@ -34,7 +36,7 @@ _LOOPED, _ONE_BY_ONE = "in a loop", "one by one"
 def main() -> int:
     """Prints a line a depth, of each of the two tables."""
     jax.config.update("jax_platforms", "cpu")
-    command_line.start_devices(32)
+    cli.start_devices(32)
     say(f"{jax.device_count()} cores, jax {jax.__version__}\n")
     say("| layers | | / one by one | ms a step |")
     say("|---|---|---|---|")
@@ -71,7 +73,7 @@ def _trainer(layers: int) -> Trainer:
 
 def _step(layers: int, unrolled: int) -> Callable[[], object]:
     """A step of so many layers, in a loop where there are more than `unrolled`."""
-    usual, depth._UNROLLED = depth._UNROLLED, unrolled
+    usual, layer_stack._UNROLLED = layer_stack._UNROLLED, unrolled
     trainer = _trainer(layers)
     state = [trainer.initial_state()]
     tokens = np.random.default_rng(0).integers(0, _VOCABULARY, (32, 129), np.int32)
@@ -83,7 +85,7 @@ def _step(layers: int, unrolled: int) -> Callable[[], object]:
         return jax.block_until_ready(metrics)
 
     step()
-    depth._UNROLLED = usual
+    layer_stack._UNROLLED = usual
     return step
 
 
@@ -99,4 +101,4 @@ def _compile_seconds(layers: int) -> float:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

@@ -16,13 +16,14 @@ import jax
 import numpy as np
 from absl import flags
 
-from alibi_jax import command_line, sharding
+from alibi_jax import cli
 from alibi_jax.data.windows import evaluation_windows
-from alibi_jax.processes import say
-from alibi_jax.scoring import Scorer
-from alibi_jax.step import Trainer
+from alibi_jax.distributed import sharding
+from alibi_jax.distributed.processes import say
+from alibi_jax.evaluation.scoring import Scorer
+from alibi_jax.training.step import Trainer
 
-_CONFIG = command_line.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
+_CONFIG = cli.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
 _LENGTHS = flags.DEFINE_list(
     "lengths", ["128", "256", "512", "1024", "2048", "4096"], "Of the windows, in tokens."
 )
@@ -37,7 +38,7 @@ def main() -> int:
     config = _CONFIG.value
     config.check()
     jax.config.update("jax_platforms", "cpu")
-    command_line.start_devices(config.train.batch_size // config.train.accumulation)
+    cli.start_devices(config.train.batch_size // config.train.accumulation)
     trainer = Trainer(config, 256, sharding.make_mesh())
     params = trainer.initial_state().params
     say(f"{jax.device_count()} cores, jax {jax.__version__}, {config.model.dtype}\n")
@@ -68,4 +69,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

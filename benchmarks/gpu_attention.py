@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from alibi_jax import alibi_slopes, command_line
+from alibi_jax import alibi_slopes, cli
 from alibi_jax.attention import alibi_attention
-from alibi_jax.processes import say
+from alibi_jax.distributed.processes import say
 
 _DEVICE = flags.DEFINE_enum("device", "gpu", ["gpu", "cpu"], "Where to run.")
 _LENGTHS = flags.DEFINE_list(
@@ -129,4 +129,4 @@ def _spread(numbers: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

@@ -16,13 +16,14 @@ import jax
 import numpy as np
 from absl import flags
 
-from alibi_jax import command_line, sharding
+from alibi_jax import cli
 from alibi_jax.data.windows import evaluation_windows
-from alibi_jax.processes import say
-from alibi_jax.scoring import Scorer
-from alibi_jax.step import Trainer
+from alibi_jax.distributed import sharding
+from alibi_jax.distributed.processes import say
+from alibi_jax.evaluation.scoring import Scorer
+from alibi_jax.training.step import Trainer
 
-_CONFIG = command_line.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
+_CONFIG = cli.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
 _LENGTHS = flags.DEFINE_list("lengths", ["1024", "65536"], "Of the windows, in tokens.")
 _TARGETS = flags.DEFINE_integer("targets", 65536, "Targets a device; a multiple of the length.")
 
@@ -48,7 +49,7 @@ def _measure(length: int) -> None:
     config = _CONFIG.value
     config.check()
     jax.config.update("jax_platforms", "cpu")
-    command_line.start_devices()
+    cli.start_devices()
     trainer = Trainer(config, 256, sharding.make_mesh())
     params = trainer.initial_state().params
     targets = _TARGETS.value * jax.device_count()
@@ -67,4 +68,4 @@ def _measure(length: int) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from alibi_jax import command_line, losses, sharding
-from alibi_jax.processes import say
+from alibi_jax import cli
+from alibi_jax.distributed import sharding
+from alibi_jax.distributed.processes import say
+from alibi_jax.model import losses
 
 _VOCABULARY = flags.DEFINE_integer("vocabulary", 32768, "Rows of the table.")
 _LENGTH = flags.DEFINE_integer("length", 1024, "Of a row, in tokens.")
@@ -30,7 +32,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds whose median is printed.")
 def main() -> int:
     """Prints a line a size."""
     jax.config.update("jax_platforms", "cpu")
-    command_line.start_devices()
+    cli.start_devices()
     usual = losses.LOGITS
     sizes = [usual >> 6, usual >> 4, usual >> 2, usual >> 1, usual, usual << 1, usual << 2]
     runs: dict[str | int, Callable[[], float]] = {"": _timing.product_rate(_DTYPE.value)}
@@ -86,4 +88,4 @@ def _prepare(size: int) -> tuple[Callable[[], object], float]:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

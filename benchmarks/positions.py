@@ -16,10 +16,11 @@ import jax
 import numpy as np
 from absl import flags
 
-from alibi_jax import command_line, processes
+from alibi_jax import cli
 from alibi_jax.config import POSITIONS, Config
+from alibi_jax.distributed import processes
 
-_CONFIG = command_line.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
+_CONFIG = cli.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
 _METHODS = flags.DEFINE_list("methods", sorted(POSITIONS), "The methods; `none` is always there.")
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Rounds whose median is printed.")
 _NEW_TOKENS = flags.DEFINE_integer(
@@ -30,7 +31,7 @@ _NEW_TOKENS = flags.DEFINE_integer(
 def main() -> int:
     """Prints a line a method."""
     config = _CONFIG.value
-    command_line.start_devices(config.train.batch_size // config.train.accumulation)
+    cli.start_devices(config.train.batch_size // config.train.accumulation)
     names = list(dict.fromkeys(["none", *_METHODS.value]))
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in names}
     runs = {}
@@ -62,9 +63,9 @@ def _runs(config: Config) -> tuple[Callable[[], None], Callable[[], None]]:
     config.check()
     from flax import nnx
 
-    from alibi_jax import sharding
+    from alibi_jax.distributed import sharding
     from alibi_jax.generate import generate
-    from alibi_jax.step import Trainer
+    from alibi_jax.training.step import Trainer
 
     train = config.train
     trainer = Trainer(config, 256, sharding.make_mesh())
@@ -90,4 +91,4 @@ def _runs(config: Config) -> tuple[Callable[[], None], Callable[[], None]]:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

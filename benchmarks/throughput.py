@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from absl import flags
 
-from alibi_jax import command_line, processes
+from alibi_jax import cli
+from alibi_jax.distributed import processes
 
-_CONFIG = command_line.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
+_CONFIG = cli.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Runs whose median is printed.")
 _MULTIPLES = flags.DEFINE_list("multiples", ["1", "4", "32"], "Of the training length, to score.")
 
@@ -25,11 +26,11 @@ def main() -> int:
     """Prints one line a measurement."""
     config = _CONFIG.value
     config.check()
-    command_line.start_devices(config.train.batch_size // config.train.accumulation)
-    from alibi_jax import sharding
+    cli.start_devices(config.train.batch_size // config.train.accumulation)
     from alibi_jax.data.windows import evaluation_windows
-    from alibi_jax.scoring import Scorer
-    from alibi_jax.step import Trainer
+    from alibi_jax.distributed import sharding
+    from alibi_jax.evaluation.scoring import Scorer
+    from alibi_jax.training.step import Trainer
 
     train = config.train
     trainer = Trainer(config, 256, sharding.make_mesh())
@@ -66,4 +67,4 @@ def _print(what: str, tokens: int, seconds: list[float]) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

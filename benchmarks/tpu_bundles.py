@@ -31,11 +31,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
-from alibi_jax import alibi_slopes, command_line
+from alibi_jax import alibi_slopes, cli
 from alibi_jax.attention.folded import fold
-from alibi_jax.attention.pallas_tpu import pallas_tpu
 from alibi_jax.attention.reach import KeyBlocks
-from alibi_jax.processes import say
+from alibi_jax.attention.tpu.attention import pallas_tpu
+from alibi_jax.distributed.processes import say
 
 _CHIP = flags.DEFINE_string("chip", "v5e:2x2", "The topology to compile for.")
 _LENGTH = flags.DEFINE_integer("length", 8192, "Of the row, in tokens.")
@@ -175,4 +175,4 @@ def _loops_of(listing: pathlib.Path) -> list[Loop]:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

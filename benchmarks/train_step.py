@@ -29,10 +29,11 @@ import jax
 import numpy as np
 from absl import flags
 
-from alibi_jax import alibi_slopes, command_line, sharding
+from alibi_jax import alibi_slopes, cli
 from alibi_jax.config import Config, Model, Optimizer, Train
-from alibi_jax.processes import say
-from alibi_jax.step import Trainer
+from alibi_jax.distributed import sharding
+from alibi_jax.distributed.processes import say
+from alibi_jax.training.step import Trainer
 
 _LENGTHS = flags.DEFINE_list("lengths", ["1024", "4096", "8192"], "Of the rows, in tokens.")
 _TOKENS = flags.DEFINE_integer("tokens", 8192, "Of a step, or one row if that is longer.")
@@ -52,7 +53,7 @@ def main() -> int:
     """Prints a line a length and candidate."""
     jax.config.update("jax_platforms", "cpu")
     # One device a core; what they share, rows or heads, is up to each length.
-    command_line.start_devices(_MODEL["num_heads"])
+    cli.start_devices(_MODEL["num_heads"])
     torch = _timing.torch_version(_TORCH.value)
     say(f"{jax.device_count()} cores, jax {jax.__version__}, torch {torch}, {_DTYPE.value}\n")
     say("| length | batch | | ratio | tokens/s | share of product | loss |")
@@ -162,4 +163,4 @@ def _flops(length: int) -> int:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    cli.run(main)

@@ -23,7 +23,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 # XLA's earlier way to compile loops takes half as long. How users' programs are compiled is tested
-# all the same: by test_command_line, which leaves this out, and by all tests with newer versions,
+# all the same: by test_cli, which leaves this out, and by all tests with newer versions,
 # which don't have the flag, and would stop at it.
 if jax.__version_info__ < (0, 11):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
@@ -66,7 +66,7 @@ def compiled():
 def data_dir(tmp_path_factory):
     """A folder in which the embedded corpus is prepared and tokenised as bytes."""
     from alibi_jax.config import Data
-    from alibi_jax.data.streams import token_stream
+    from alibi_jax.data.token_streams import token_stream
     from alibi_jax.data.tokenizers import ByteTokenizer
 
     path = tmp_path_factory.mktemp("data")

@@ -9,7 +9,7 @@ import numpy as np
 
 def mesh_of(data, fsdp, context, tensor):
     """A mesh of these sizes over the first devices that it takes."""
-    from alibi_jax.sharding import make_mesh
+    from alibi_jax.distributed.sharding import make_mesh
 
     sizes = data, fsdp, context, tensor
     return make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)])

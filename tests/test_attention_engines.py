@@ -485,7 +485,7 @@ def taken(monkeypatch):
 
     for name in ("dense", "blockwise", "folded"):
         monkeypatch.setattr(engines, name, stand_in(name))
-    pallas = importlib.import_module("alibi_jax.attention.pallas_tpu")
+    pallas = importlib.import_module("alibi_jax.attention.tpu.attention")
     monkeypatch.setattr(pallas, "pallas_tpu", stand_in("pallas_tpu"))
 
     def ask(platform, length=300, key_length=None, dtype=jnp.bfloat16, size=8, **kwargs):

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alibi_jax.attention import alibi_attention
-from alibi_jax.attention.places import Sight
 from alibi_jax.attention.reach import NEGLIGIBLE, KeyBlocks, norm, reach
+from alibi_jax.attention.visibility import Visibility
 from alibi_jax.biases import LinearBias, alibi_slopes
 
 # The package gives the function the name of its module.
@@ -66,8 +66,8 @@ DATA = {
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5), static_argnames="block")
 def ranges(query, key, bias, causal, window, tolerance, sides, block=BLOCK):
-    """`reach` of traced arrays: `sides` is all that a `Sight` may have traced."""
-    sight = Sight(causal, window, **sides)
+    """`reach` of traced arrays: `sides` is all that a `Visibility` may have traced."""
+    sight = Visibility(causal, window, **sides)
     return reach(query, key, bias, sight, block=block, tolerance=tolerance)
 
 
@@ -321,8 +321,8 @@ def share_kept(query, key, slopes, tolerance, block=128):
 def test_the_least_tolerance_there_is_has_a_logarithm():
     query, key = jnp.asarray(normal(0, 1, 64, 2, 8)), jnp.asarray(normal(1, 1, 64, 2, 8))
     bias = LinearBias(alibi_slopes(2))
-    least = reach(query, key, bias, Sight(causal=False), block=8, tolerance=5e-324)
-    full = reach(query, key, bias, Sight(causal=False), block=8, tolerance=0.0)
+    least = reach(query, key, bias, Visibility(causal=False), block=8, tolerance=5e-324)
+    full = reach(query, key, bias, Visibility(causal=False), block=8, tolerance=0.0)
     assert (least.first == full.first).all()
     assert (least.stop == full.stop).all()
 
@@ -405,7 +405,7 @@ def test_reach_maps_over_rows_and_has_no_gradient():
     slopes = alibi_slopes(HEADS)
 
     def blocks_of(query, key, slopes):
-        return reach(query, key, LinearBias(slopes), Sight(), block=BLOCK, tolerance=1e-3)
+        return reach(query, key, LinearBias(slopes), Visibility(), block=BLOCK, tolerance=1e-3)
 
     def number(*arrays):
         blocks = blocks_of(*arrays)

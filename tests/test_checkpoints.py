@@ -9,10 +9,10 @@ from helpers import assert_same_arrays, mesh_of
 
 from alibi_jax.checkpoints import FORMAT, CheckpointError, Checkpoints, Metadata
 from alibi_jax.config import Checkpoint
+from alibi_jax.distributed.sharding import named_sharding
 from alibi_jax.evaluation import load_run
-from alibi_jax.sharding import named_sharding
-from alibi_jax.step import Trainer, TrainState
-from alibi_jax.training import train
+from alibi_jax.training.loop import train
+from alibi_jax.training.step import Trainer, TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

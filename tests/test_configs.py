@@ -9,7 +9,7 @@ from helpers import layers_of, mesh_of
 
 from alibi_jax.config import POSITIONS, Config, ConfigError, flatten
 from alibi_jax.model import abstract_model, initial_params
-from alibi_jax.optimizers import make_schedule
+from alibi_jax.training.optimizers import make_schedule
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 LENGTHS = [64, 128, 256, 512, 1024, 1536, 2048, 3072]

@@ -8,7 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from alibi_jax.config import Data
-from alibi_jax.data import text
+from alibi_jax.data import text_files
 from alibi_jax.data.builders import data_dir, open_documents
 from alibi_jax.data.errors import DataError
 
@@ -37,7 +37,7 @@ def read(config, split):
 
 def test_sotu_has_the_documented_splits(tmp_path):
     config = Data(data_dir=str(tmp_path))
-    opened = {split: open_documents(config, split) for split in text.SPLITS}
+    opened = {split: open_documents(config, split) for split in text_files.SPLITS}
     assert {split: len(documents) for split, documents in opened.items()} == {
         "train": 225,
         "validation": 12,
@@ -122,7 +122,7 @@ def test_few_documents_are_cut_at_line_ends(tmp_path):
     lines = [b"%03d\r\n" % number for number in range(200)]
     write(tmp_path, {"a.txt": b"".join(lines)})
     config = own(tmp_path)
-    train, validation, test = (read(config, split)[0] for split in text.SPLITS)
+    train, validation, test = (read(config, split)[0] for split in text_files.SPLITS)
     assert train == b"".join(lines[:180])
     assert validation == b"".join(lines[180:190])
     assert test == b"".join(lines[190:])
@@ -159,7 +159,7 @@ def test_hidden_and_empty_files_are_no_documents(tmp_path):
 def test_prepared_once(tmp_path, monkeypatch):
     write(tmp_path, {"train/a": b"1", "validation/v": b"v"})
     open_documents(own(tmp_path), "train")
-    monkeypatch.setattr(text, "split_documents", lambda _: pytest.fail("prepared again"))
+    monkeypatch.setattr(text_files, "split_documents", lambda _: pytest.fail("prepared again"))
     assert read(own(tmp_path), "validation") == [b"v"]
 
 
@@ -229,7 +229,7 @@ def wikitext(tmp_path):
 def test_a_split_of_wikitext_is_one_document(tmp_path):
     write(tmp_path, WIKITEXT | {"README": b"\xff no document"})
     config = wikitext(tmp_path)
-    for split, content in zip(text.SPLITS, WIKITEXT.values()):
+    for split, content in zip(text_files.SPLITS, WIKITEXT.values()):
         assert read(config, split) == [content]
 
 
@@ -253,7 +253,7 @@ def test_wikitext_is_prepared_once_and_anew_for_other_files(tmp_path, monkeypatc
     config = wikitext(tmp_path)
     before = open_documents(config, "train").fingerprint
     with monkeypatch.context() as patch:
-        patch.setattr(text, "wikitext_documents", lambda _: pytest.fail("prepared again"))
+        patch.setattr(text_files, "wikitext_documents", lambda _: pytest.fail("prepared again"))
         write(tmp_path, {"LICENSE": b"no text of it"})
         assert open_documents(config, "train").fingerprint == before
     write(tmp_path, {"wiki.valid.tokens": b" \n a cat . \n"})

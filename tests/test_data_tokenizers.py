@@ -10,7 +10,7 @@ from alibi_jax.data import tokenizers
 from alibi_jax.data.errors import DataError
 from alibi_jax.data.tokenizers import BpeTokenizer, ByteTokenizer, from_dict, make_tokenizer
 from alibi_jax.data.windows import evaluation_windows
-from alibi_jax.data.words import WordTokenizer
+from alibi_jax.data.word_tokenizer import WordTokenizer
 
 PROSE = "".join(
     f"Fellow citizens, in the year {year} the naïve café served {year % 97} soups.\r\n"

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alibi_jax import memory
 from alibi_jax.config import Data
 from alibi_jax.data.windows import fixed_context_windows
+from alibi_jax.distributed import memory
 from alibi_jax.evaluation import (
-    Asked,
+    EvaluationOptions,
     Protocol,
-    Subject,
+    RunEvaluation,
     evaluate,
     evaluate_run,
     load_run,
@@ -27,13 +27,13 @@ from alibi_jax.evaluation import (
     read_text,
 )
 from alibi_jax.evaluation.command import _Texts
-from alibi_jax.evaluation.measures import early_token, position_curve
 from alibi_jax.evaluation.protocols import check_strides
+from alibi_jax.evaluation.rescaling import UNSCALED, Rescaling
+from alibi_jax.evaluation.row_metrics import early_token, position_curve
 from alibi_jax.evaluation.runs import find_workdirs
+from alibi_jax.evaluation.scoring import Scorer, Scores
 from alibi_jax.evaluation.unfinished import Unfinished
-from alibi_jax.rescaling import UNSCALED, Rescaling
-from alibi_jax.scoring import Scorer, Scores
-from alibi_jax.training import train
+from alibi_jax.training.loop import train
 
 # What is held against each other here is compiled alike.
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -59,7 +59,7 @@ ROW = {
     "resampled",
     "seconds",
 }
-ASKED = Asked(
+ASKED = EvaluationOptions(
     parse_protocols("nonoverlapping,sliding:4,sliding:8,fixed"),
     targets=40,
     passage=30,
@@ -98,7 +98,7 @@ def evaluated(run, tmp_path_factory):
         text = read_text(run.config.data, asked.split, run.tokenizer, asked.documents)
         sample = text.sample(lengths, asked.targets, asked.seed)
         unfinished = Unfinished(tmp_path_factory.mktemp("unfinished"))
-        subject = Subject(run, rescaling, asked, text, sample, unfinished)
+        subject = RunEvaluation(run, rescaling, asked, text, sample, unfinished)
         return evaluate_run(subject, lengths, list(attention), judge)
 
     return make

@@ -18,8 +18,8 @@ from helpers import mesh_of
 
 from alibi_jax.attention import statistics
 from alibi_jax.config import POSITIONS, Config, Model
+from alibi_jax.distributed.sharding import named_sharding
 from alibi_jax.model import Transformer, abstract_model
-from alibi_jax.sharding import named_sharding
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 # The package gives the function the name of its module.
@@ -258,7 +258,7 @@ def test_b8_e3_decoding_in_chunks(case):
         cache, hidden = model.init_cache(BATCH, LENGTH + 1), []
         for end, size in zip(np.cumsum(chunks), chunks):
             part = slice(end - size, end)
-            out, cache = model.decode(
+            out, cache = model.hidden_states_with_cache(
                 jnp.asarray(tokens[:, part]), cache, real=jnp.asarray(real[:, part])
             )
             hidden.append(out)
@@ -270,9 +270,9 @@ def test_b8_e3_decoding_in_chunks(case):
 def test_tokens_past_the_end_of_the_cache(case):
     model, tokens = make(case), some_tokens(length=LENGTH + 2)
     first, one, two = (jnp.asarray(tokens[:, part]) for part in np.s_[:8, 8:9, 8:])
-    _, cache = model.decode(first, model.init_cache(BATCH, LENGTH + 1))
+    _, cache = model.hidden_states_with_cache(first, model.init_cache(BATCH, LENGTH + 1))
     with pytest.raises(ValueError, match=r"2 more tokens .* a cache of 9 slots, 8 of them taken"):
-        model.decode(two, cache)
+        model.hidden_states_with_cache(two, cache)
     compiled = jax.jit(model.decode)
     with pytest.raises(ValueError, match=r"8 more tokens .* a cache of 7 slots"):
         compiled(first, model.init_cache(BATCH, 7))
@@ -293,7 +293,7 @@ def test_e6_decoding_past_the_learned_table():
     assert_exact(model.logits(hidden), expected("learned", tokens))
     one = jnp.asarray(tokens[:, :1])
     with pytest.raises(ValueError, match=r"end at 16.* length of 17"):
-        model.decode(one, cache)
+        model.hidden_states_with_cache(one, cache)
     hidden, _ = compiled(one, cache)
     assert np.isnan(hidden).all()
 

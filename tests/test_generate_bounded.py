@@ -34,7 +34,7 @@ def some_tokens(batch=2, length=LENGTH, seed=0):
 
 
 def lengths_of(cache):
-    return [[ring.slots.key.shape[1] for ring in layer.rings] for layer in cache.layers]
+    return [[ring.slots.key.shape[1] for ring in layer.groups] for layer in cache.layers]
 
 
 def whole(model, tokens, ids):
@@ -50,10 +50,12 @@ def whole(model, tokens, ids):
 
 
 def stepper(model):
-    """`decode`, compiled once for each size of a chunk."""
+    """`hidden_states_with_cache`, compiled once for each size of a chunk."""
     graphdef, params = nnx.split(model)
     run = jax.jit(
-        lambda p, cache, tokens, real: nnx.merge(graphdef, p).decode(tokens, cache, real=real)
+        lambda p, cache, tokens, real: nnx.merge(graphdef, p).hidden_states_with_cache(
+            tokens, cache, real=real
+        )
     )
 
     def step(cache, tokens, real):
@@ -90,8 +92,8 @@ def test_b8_d5_chunks_over_a_bounded_cache_are_the_whole():
     hidden = whole(model, tokens, ids)
     np.testing.assert_allclose(out[ids == 1], hidden[ids == 1], atol=1e-5)
     # Something was left out, and it is known to be little.
-    assert (cache.left_out > 0).all()
-    assert (cache.left_out <= NEGLIGIBLE).all()
+    assert (cache.omitted_share > 0).all()
+    assert (cache.omitted_share <= NEGLIGIBLE).all()
     np.testing.assert_array_equal(cache.real, ids.sum(1))
     assert cache.used == LENGTH
 
@@ -107,7 +109,7 @@ def test_a_bounded_cache_has_no_end():
     np.testing.assert_allclose(out[:, :32], hidden[:, :32], atol=1e-5)
     assert np.isfinite(out).all()
     assert np.abs(out - hidden).max() > 1e-3
-    assert (cache.left_out > 0.1).all()
+    assert (cache.omitted_share > 0.1).all()
 
 
 def test_memory_does_not_grow_where_slopes_are_steep():
@@ -212,10 +214,10 @@ def test_what_comes_after_a_stop_does_not_count():
         return decode(graphdef, params, cache, logits, keys, *options)
 
     new, cache = run(-1)
-    assert (cache.left_out > 0).all()
+    assert (cache.omitted_share > 0).all()
     stop = int(new[2, 0])
     # While the ring still held all that there was.
     stopped = (np.asarray(new)[:, :50] == stop).any(axis=1)
     assert 0 < stopped.sum() < 4
     _, cache = run(stop)
-    np.testing.assert_array_equal(cache.left_out == 0, stopped)
+    np.testing.assert_array_equal(cache.omitted_share == 0, stopped)

@@ -9,17 +9,12 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_jax import sharding
 from alibi_jax.config import ACTIVATIONS, POSITIONS, Config, Model
-from alibi_jax.losses import weighted_sum
-from alibi_jax.model import (
-    Transformer,
-    abstract_model,
-    dropout,
-    initial_params,
-    make_model,
-)
-from alibi_jax.segments import segment_positions, segment_runs
+from alibi_jax.distributed import sharding
+from alibi_jax.model import Transformer, abstract_model, initial_params, make_model
+from alibi_jax.model.dropout import dropout
+from alibi_jax.model.losses import weighted_sum
+from alibi_jax.model.packing import segment_positions, segment_runs
 
 VOCAB = 11
 # Most tests run without jit and share few shapes, batches of 2 and lengths of 9, 5 and 4: each

@@ -15,13 +15,14 @@ from helpers import mesh_of
 
 from alibi_jax.config import Config, ConfigError, Model, Train
 from alibi_jax.flops import step_flops
-from alibi_jax.plan import _with, meshes_for, plan, remedies
+from alibi_jax.plan import meshes_for, plan, remedies
 from alibi_jax.plan.costs import Roofline, bytes_on_device, roofline
 from alibi_jax.plan.hlo import Collective, by_kind, collectives
+from alibi_jax.plan.planner import _with
 from alibi_jax.plan.program import Program, compile_step
 from alibi_jax.plan.report import ranking, report
 from alibi_jax.plan.targets import DEVICES, Target
-from alibi_jax.step import Trainer
+from alibi_jax.training.step import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -54,8 +54,8 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from alibi_jax.config import Config, Model, Train
-from alibi_jax.sharding import make_mesh
-from alibi_jax.step import Trainer
+from alibi_jax.distributed.sharding import make_mesh
+from alibi_jax.training.step import Trainer
 
 devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
 mesh = make_mesh(data=2, tensor=2, devices=devices)
@@ -73,7 +73,7 @@ print([name for name in ("forward", "backward") if f"alibi_{name}_kernel" in tex
 
 SLICES = """
 from jax.experimental import topologies
-from alibi_jax.sharding import make_mesh
+from alibi_jax.distributed.sharding import make_mesh
 
 devices = topologies.get_topology_desc("v5e:4x4", platform="tpu", num_slices=2).devices
 mesh = make_mesh(data=4, fsdp=2, context=2, tensor=2, devices=devices)

@@ -15,13 +15,13 @@ from helpers import assert_same_arrays, mesh_of
 
 from alibi_jax.checkpoints import Checkpoints
 from alibi_jax.config import ConfigError
-from alibi_jax.data.streams import token_stream
+from alibi_jax.data.token_streams import token_stream
 from alibi_jax.data.tokenizers import ByteTokenizer
 from alibi_jax.data.windows import TrainingBatches
-from alibi_jax.pace import MEASURED
-from alibi_jax.processes import StopRequest
-from alibi_jax.step import Trainer, TrainState, summed_gradients
-from alibi_jax.training import train
+from alibi_jax.distributed.processes import StopRequest
+from alibi_jax.training.loop import train
+from alibi_jax.training.step import Trainer, TrainState, summed_gradients
+from alibi_jax.training.throughput import MEASURED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -8,11 +8,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from alibi_jax.attention.cuts import cut_places
-from alibi_jax.attention.heads import online_attention
-from alibi_jax.attention.online import Operands, Ranges, Rule
-from alibi_jax.attention.places import Places, Sight, bias_between, places, seen
+from alibi_jax.attention.blocks import take_token_block
+from alibi_jax.attention.flash import flash_attention
+from alibi_jax.attention.flash_passes import FlashSettings, Operands, Ranges
 from alibi_jax.attention.reach import KeyBlocks, reach
+from alibi_jax.attention.visibility import (
+    TokenMetadata,
+    Visibility,
+    bias_between,
+    token_metadata,
+    visible_pairs,
+)
 from alibi_jax.biases import Bias, LinearBias
 
 
@@ -22,7 +28,7 @@ def blockwise(
     value: Float[Array, "B S K V"],
     *,
     bias: Bias | None,
-    sight: Sight,
+    sight: Visibility,
     query_features: Any = None,
     key_features: Any = None,
     mask: Bool[Array, "#B #N T S"] | None = None,
@@ -52,7 +58,7 @@ def blockwise(
     padding, key_padding = -length % block, -key_length % block
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     key, value = (jnp.repeat(x, num_heads // num_kv_heads, axis=1) for x in (key, value))
-    rows, columns = places(sight, length, key_length, query_features, key_features)
+    rows, columns = token_metadata(sight, length, key_length, query_features, key_features)
     masked = sight.query_segment_ids is not None or mask is not None
     operands = Operands(
         _fill(query, -2, padding),
@@ -65,10 +71,10 @@ def blockwise(
         ranges=_ranges(blocks, rows.indices, key_length, block, sight, masked),
         dropout_key=dropout_key,
     )
-    rule = Rule(
+    rule = FlashSettings(
         bias=None,
         seen=functools.partial(
-            seen,
+            visible_pairs,
             causal=sight.causal,
             window=sight.window,
             num_keys=key_length if key_padding else None,
@@ -99,11 +105,14 @@ def _fill(x: Any, axis: int, padding: int) -> Any:
     return jax.tree.map(pad, x)
 
 
-def _fill_places(places: Places, padding: int) -> Places:
+def _fill_places(token_metadata: TokenMetadata, padding: int) -> TokenMetadata:
     """Indices go on past the last, so that nothing that is filled in is taken for the first."""
-    indices = jnp.arange(len(places.indices) + padding, dtype=jnp.int32) + places.indices[0]
-    features = _fill(places.features, 1, padding)
-    filled = _fill(places._replace(features=None), -1, padding)
+    indices = (
+        jnp.arange(len(token_metadata.indices) + padding, dtype=jnp.int32)
+        + token_metadata.indices[0]
+    )
+    features = _fill(token_metadata.features, 1, padding)
+    filled = _fill(token_metadata._replace(features=None), -1, padding)
     return filled._replace(indices=indices, features=features)
 
 
@@ -112,7 +121,7 @@ def _ranges(
     own: Int[Array, "T"],
     key_length: int,
     block: int,
-    sight: Sight,
+    sight: Visibility,
     masked: bool,
 ) -> Ranges:
     """`blocks`, and which of them no query of theirs need be kept from; none if `masked`."""
@@ -132,26 +141,28 @@ def _ranges(
     return Ranges(first, full_first, jnp.clip(full_stop, full_first, stop), stop)
 
 
-def _all_heads(rule: Rule, operands: Operands, bias: Bias | None) -> tuple[Array, Array]:
+def _all_heads(rule: FlashSettings, operands: Operands, bias: Bias | None) -> tuple[Array, Array]:
     """All heads of all rows at once, over the blocks that any of them needs."""
     of_block = functools.partial(bias_between, bias)
     examples = (
-        cut_places(operands.rows, 0, rule.query_block),
-        cut_places(operands.columns, 0, rule.key_block),
+        take_token_block(operands.rows, 0, rule.query_block),
+        take_token_block(operands.columns, 0, rule.key_block),
     )
     if jax.eval_shape(of_block, *examples) is None:
-        return online_attention(rule, operands)
+        return flash_attention(rule, operands)
     # Parameters that the function closes over become operands, so that they have gradients.
     converted, parameters = jax.closure_convert(of_block, *examples)
 
-    def bias_of(parameters: list[Array], rows: Places, columns: Places) -> Array:
+    def bias_of(parameters: list[Array], rows: TokenMetadata, columns: TokenMetadata) -> Array:
         return converted(rows, columns, *parameters)
 
     rule = dataclasses.replace(rule, bias=bias_of)
-    return online_attention(rule, operands._replace(bias=parameters))
+    return flash_attention(rule, operands._replace(bias=parameters))
 
 
-def _head_by_head(rule: Rule, operands: Operands, bias: LinearBias | None) -> tuple[Array, Array]:
+def _head_by_head(
+    rule: FlashSettings, operands: Operands, bias: LinearBias | None
+) -> tuple[Array, Array]:
     """One head of one row after the other, each over its own blocks."""
     if bias is not None:
         rule = dataclasses.replace(rule, bias=_linear)
@@ -161,11 +172,11 @@ def _head_by_head(rule: Rule, operands: Operands, bias: LinearBias | None) -> tu
             (bias.slopes, bias.future_slopes),
         )
         operands = operands._replace(bias=slopes)
-    return online_attention(rule, operands, head_by_head=True)
+    return flash_attention(rule, operands, head_by_head=True)
 
 
 def _linear(
-    slopes: tuple[Array, Array | None], rows: Places, columns: Places
+    slopes: tuple[Array, Array | None], rows: TokenMetadata, columns: TokenMetadata
 ) -> Float[Array, "t s"]:
     """The linear bias of one head."""
     return LinearBias(*slopes)(rows.positions, columns.positions)[0]

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Key
 from alibi_jax.attention.blockwise import blockwise
 from alibi_jax.attention.dense import dense
 from alibi_jax.attention.folded import folded, folded_refusal
-from alibi_jax.attention.places import Sight, bias_between, places, seen
 from alibi_jax.attention.reach import reach
+from alibi_jax.attention.visibility import Visibility, bias_between, token_metadata, visible_pairs
 from alibi_jax.biases import Bias, LinearBias
 
 ENGINES = ("dense", "blockwise", "pallas_tpu", "folded")
@@ -35,7 +35,7 @@ def compute(
     value: Float[Array, "B S K V"],
     *,
     bias: Bias | None,
-    sight: Sight,
+    sight: Visibility,
     tolerance: float,
     implementation: str | None = None,
     query_features: Any = None,
@@ -72,7 +72,7 @@ def compute(
     if missing.get(engine):
         raise ValueError(f"implementation={engine!r} {missing[engine]}")
     if engine == "pallas_tpu" and isinstance(bias, LinearBias):
-        from alibi_jax.attention.pallas_tpu import pallas_tpu
+        from alibi_jax.attention.tpu.attention import pallas_tpu
 
         out = pallas_tpu(
             query,
@@ -119,8 +119,10 @@ def compute(
             and dropout_key is None
             and not _partitioned(),
         )
-    rows, columns = places(sight, query.shape[1], key.shape[1], query_features, key_features)
-    visible = seen(rows, columns, causal=sight.causal, window=sight.window)
+    rows, columns = token_metadata(
+        sight, query.shape[1], key.shape[1], query_features, key_features
+    )
+    visible = visible_pairs(rows, columns, causal=sight.causal, window=sight.window)
     if visible is not None:
         visible = visible if visible.ndim == 4 else visible[None, None]
         mask = visible if mask is None else mask & visible
@@ -176,7 +178,7 @@ def _partitioned() -> bool:
 
 def _beyond_kernel(
     bias: Bias | None,
-    sight: Sight,
+    sight: Visibility,
     mask: Array | None,
     dropout_key: Array | None,
     residual: bool,
@@ -196,14 +198,16 @@ def _beyond_kernel(
 def _beyond_pallas(query: Array, key: Array, value: Array, block: int) -> str:
     """Why the kernel cannot serve arrays for which it has the bias."""
     # Imported where it is used: Pallas alone takes as long as all of this package.
-    from alibi_jax.attention.pallas_tpu import pallas_refusal
+    from alibi_jax.attention.tpu.attention import pallas_refusal
 
     if jax.typeof(query).mat.varying:
         return "needs check_vma=False of jax.shard_map: use that, or 'blockwise'"
     return pallas_refusal(query, key, value, block)
 
 
-def _beyond_folding(query: Array, key: Array, value: Array, bias: LinearBias, sight: Sight) -> str:
+def _beyond_folding(
+    query: Array, key: Array, value: Array, bias: LinearBias, sight: Visibility
+) -> str:
     """Why the folded engine cannot serve what another engine for linear biases can."""
     square = query.shape[1] == key.shape[1] and isinstance(sight.offset, int) and sight.offset == 0
     if not sight.causal or not square or sight.query_segment_ids is not None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from alibi_jax.attention.places import Sight, places
+from alibi_jax.attention.visibility import Visibility, token_metadata
 from alibi_jax.biases import LinearBias
 
 # The share of a row's weight that may be left out: to float32, sums are the same without it.
@@ -34,7 +34,7 @@ def reach(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     bias: LinearBias | None,
-    sight: Sight,
+    sight: Visibility,
     *,
     block: int,
     tolerance: float = NEGLIGIBLE,
@@ -48,7 +48,7 @@ def reach(
     """
     batch, length, num_heads, _ = query.shape
     key_length, num_kv_heads = key.shape[1:3]
-    queries, keys = places(sight, length, key_length, None, None)
+    queries, keys = token_metadata(sight, length, key_length, None, None)
     sides = {"query_positions": queries.positions, "key_positions": keys.positions}
     if queries.segment_ids is not None and keys.segment_ids is not None:
         sides |= {"query_segment_ids": queries.segment_ids, "key_segment_ids": keys.segment_ids}

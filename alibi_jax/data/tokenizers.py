@@ -11,9 +11,9 @@ from jaxtyping import Integer
 from alibi_jax.config import Data
 from alibi_jax.data.atomic import atomic_directory
 from alibi_jax.data.errors import DataError
-from alibi_jax.data.text import check_text, cut
+from alibi_jax.data.text_files import check_text, split_point
 from alibi_jax.data.tokenizer_base import Tokenizer
-from alibi_jax.data.words import WordTokenizer
+from alibi_jax.data.word_tokenizer import WordTokenizer
 
 # The library keeps some 100 bytes for each token of what it encodes at once.
 _PIECE = 2**20
@@ -138,7 +138,7 @@ def _pieces(document: bytes) -> Iterator[str]:
     check_text(document, "a document of data.dataset")
     start = 0
     while len(document) - start > _PIECE:
-        end = cut(document, start, start + _PIECE)
+        end = split_point(document, start, start + _PIECE)
         yield document[start:end].decode()
         start = end
     yield document[start:].decode()

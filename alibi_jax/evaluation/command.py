@@ -7,17 +7,17 @@ from typing import Any
 
 import jax
 
-from alibi_jax import processes
 from alibi_jax.config import Mesh, parse_mesh
 from alibi_jax.data.builders import open_documents
+from alibi_jax.distributed import processes
 from alibi_jax.evaluation.bootstrap import CONFIDENCE
-from alibi_jax.evaluation.entries import Asked, Subject, evaluate_run
+from alibi_jax.evaluation.eval_text import EvaluationText, Sample, read_text
 from alibi_jax.evaluation.protocols import check_strides, parse_lengths, parse_protocols
+from alibi_jax.evaluation.rescaling import UNSCALED, Rescaling, parse_rescalings
+from alibi_jax.evaluation.run_results import EvaluationOptions, RunEvaluation, evaluate_run
 from alibi_jax.evaluation.runs import Run, find_workdirs, load_run
-from alibi_jax.evaluation.texts import Sample, Text, read_text
 from alibi_jax.evaluation.unfinished import Unfinished
 from alibi_jax.provenance import provenance
-from alibi_jax.rescaling import UNSCALED, Rescaling, parse_rescalings
 
 # Of results.json: raised when what is there changes its name or its meaning.
 VERSION = 2
@@ -63,7 +63,7 @@ def evaluate(
     ):
         if value < least:
             raise ValueError(f"--{name}={value} must be at least {least}")
-    asked = Asked(
+    asked = EvaluationOptions(
         parse_protocols(protocols), split, documents, bos, targets, passage, seed, batch_tokens
     )
     ways = parse_rescalings(rescalings)
@@ -91,8 +91,10 @@ def evaluate(
     with processes.StopRequest() as stop:
         batches = itertools.count()
 
-        def subject(run: Run, way: Rescaling) -> Subject:
-            return Subject(run, way, asked, *texts.of(run), unfinished, _polled(stop, batches))
+        def subject(run: Run, way: Rescaling) -> RunEvaluation:
+            return RunEvaluation(
+                run, way, asked, *texts.of(run), unfinished, _polled(stop, batches)
+            )
 
         subjects = {(folder, way): subject(runs[folder], way) for folder, way in entries}
         judge_subject = None
@@ -121,11 +123,11 @@ def evaluate(
 class _Texts:
     """The texts of runs and their samples, each made once: those of one text have one sample."""
 
-    def __init__(self, asked: Asked, lengths: list[int]):
+    def __init__(self, asked: EvaluationOptions, lengths: list[int]):
         self._asked, self._lengths = asked, lengths
-        self._made: dict[tuple[str, str], tuple[Text, Sample]] = {}
+        self._made: dict[tuple[str, str], tuple[EvaluationText, Sample]] = {}
 
-    def of(self, run: Run) -> tuple[Text, Sample]:
+    def of(self, run: Run) -> tuple[EvaluationText, Sample]:
         """The text of a run and the targets sampled from it."""
         asked, data = self._asked, run.config.data
         key = (open_documents(data, asked.split).fingerprint, run.tokenizer.fingerprint)
@@ -191,7 +193,7 @@ def _judge(judge: str, runs: dict[pathlib.Path, Run], step: int | None, mesh: Me
         raise ValueError(f"--judge={judge}: {error}") from error
 
 
-def _check_judge(judge: Subject, subjects: list[Subject]) -> None:
+def _check_judge(judge: RunEvaluation, subjects: list[RunEvaluation]) -> None:
     """Raises ValueError for a judge of other targets than a run's."""
     for subject in subjects:
         if subject.text is not judge.text:

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int64
 
 from alibi_jax.evaluation.bootstrap import Clusters
-from alibi_jax.evaluation.texts import Text
+from alibi_jax.evaluation.eval_text import EvaluationText
 
 # LongPPL's thresholds, in nats (Fang et al. 2024, arXiv 2410.23771, section 4).
 ALPHA, BETA = 2.0, -2.0
@@ -73,7 +73,7 @@ def long_ppl(nll: Float[np.ndarray, "M"], key: Bool[np.ndarray, "M"], judge: str
 
 
 def largest_gains(
-    text: Text,
+    text: EvaluationText,
     targets: Int64[np.ndarray, "M"],
     short: Float[np.ndarray, "M"],
     long: Float[np.ndarray, "M"],
@@ -99,7 +99,7 @@ def largest_gains(
 
 
 def passage(
-    text: Text,
+    text: EvaluationText,
     targets: Int64[np.ndarray, "M"],
     short: Float[np.ndarray, "M"],
     long: Float[np.ndarray, "M"],
@@ -124,5 +124,5 @@ def passage(
     return {"first": int(targets[0]), "pieces": pieces}
 
 
-def _decode(text: Text, start: int, stop: int) -> str:
+def _decode(text: EvaluationText, start: int, stop: int) -> str:
     return text.tokenizer.decode(text.tokens[start:stop]).decode(errors="replace")

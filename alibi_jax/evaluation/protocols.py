@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from alibi_jax.data.windows import EvaluationWindows, evaluation_windows, fixed_context_windows
-from alibi_jax.evaluation.texts import Sample, Text
+from alibi_jax.evaluation.eval_text import EvaluationText, Sample
 
 NAMES = ("nonoverlapping", "sliding:STRIDE", "fixed")
 
@@ -32,7 +32,7 @@ class Protocol:
         return {"nonoverlapping": length, "fixed": 1}.get(self.name) or self.stride or length
 
     def windows(
-        self, text: Text, length: int, sample: Sample, bos: int | None
+        self, text: EvaluationText, length: int, sample: Sample, bos: int | None
     ) -> EvaluationWindows:
         """The windows; `sample` is of `fixed`. Raises ValueError where there are none."""
         if length > text.longest:

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from alibi_jax import sharding
 from alibi_jax.checkpoints import Checkpoints, Metadata
 from alibi_jax.config import Config, Mesh, from_dict
 from alibi_jax.data import tokenizers
 from alibi_jax.data.builders import open_documents
+from alibi_jax.distributed import sharding
 from alibi_jax.model import abstract_model, check_model_fits
 
 

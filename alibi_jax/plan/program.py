@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from alibi_jax.config import Config
+from alibi_jax.evaluation.scoring import Scorer
 from alibi_jax.plan.costs import bytes_on_device
 from alibi_jax.plan.hlo import Collective, collectives
-from alibi_jax.scoring import Scorer
-from alibi_jax.step import Trainer
+from alibi_jax.training.step import Trainer
 
 
 @dataclasses.dataclass(frozen=True)

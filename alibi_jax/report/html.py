@@ -10,7 +10,7 @@ import jinja2
 import matplotlib
 from matplotlib.figure import Figure
 
-from alibi_jax.report.names import (
+from alibi_jax.report.formatting import (
     Entry,
     alike,
     bounds,
@@ -27,7 +27,7 @@ from alibi_jax.report.names import (
     steps,
     unbroken,
 )
-from alibi_jax.report.words import reading, summary
+from alibi_jax.report.sentences import reading, summary
 
 # Shades of a gain or loss by token: this many each way.
 _SHADES = 8

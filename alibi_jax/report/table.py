@@ -3,7 +3,7 @@
 import textwrap
 from typing import Any
 
-from alibi_jax.report.names import (
+from alibi_jax.report.formatting import (
     Entry,
     alike,
     bounds,
@@ -18,7 +18,7 @@ from alibi_jax.report.names import (
     suffix,
     unbroken,
 )
-from alibi_jax.report.words import reading
+from alibi_jax.report.sentences import reading
 
 _WIDTH = 100
 _AMONG = " among runs of one text and tokenizer"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from alibi_jax.report.names import Entry
+from alibi_jax.report.formatting import Entry
 
 ABOUT = ("workdir", "position", "rescaling", "train_length", "step", "split")
 COLUMNS = (

@@ -12,7 +12,7 @@ from alibi_jax.report.figures.style import (
     mark_training,
     plain,
 )
-from alibi_jax.report.names import Entry, run_names
+from alibi_jax.report.formatting import Entry, run_names
 
 _TITLES = {
     "nonoverlapping": "nonoverlapping windows",

@@ -5,7 +5,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from alibi_jax.report.figures.style import TRAINED, line_style, panels
-from alibi_jax.report.names import Entry, run_names
+from alibi_jax.report.formatting import Entry, run_names
 
 
 def position_curve(runs: list[Entry]) -> Figure | None:

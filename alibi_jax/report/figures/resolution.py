@@ -11,7 +11,7 @@ from alibi_jax.report.figures.style import (
     mark_training,
     plain,
 )
-from alibi_jax.report.names import Entry, measured_attention, run_names
+from alibi_jax.report.formatting import Entry, measured_attention, run_names
 
 
 def resolution(runs: list[Entry]) -> Figure | None:

@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from alibi_jax.report.figures.style import COLOURS, panels
-from alibi_jax.report.names import Entry, has_interval, run_names, steps
+from alibi_jax.report.formatting import Entry, has_interval, run_names, steps
 
 _PARTS = {
     "early_tokens": ("by fewer early tokens", COLOURS[4], "////"),

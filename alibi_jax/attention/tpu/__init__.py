@@ -1,0 +1,1 @@
+"""Attention with linear biases as Pallas kernels for TPUs."""

@@ -1,0 +1,158 @@
+"""What train.py and eval.py share: flags, several processes, errors in one line."""
+
+import pathlib
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from alibi_jax.config import Config, ConfigError, check_key, fields_of
+from alibi_jax.distributed import processes, sharding
+
+_DEBUG = flags.DEFINE_bool("debug", False, "Show a traceback with an error.")
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "host:port of process 0, where several processes are launched by hand."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many, with --coordinator.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which one this is, with --coordinator.")
+_CACHE = flags.DEFINE_string(
+    "compilation_cache", None, "A folder for what is compiled, from which the next start reads it."
+)
+_JOIN_TIMEOUT = flags.DEFINE_integer(
+    "join_timeout", 300, "Seconds in which all processes must have started."
+)
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Parses the flags and exits with what `main` returns; any error is one line, exit 1."""
+    app.run(lambda _: _guarded(main), flags_parser=_parse)
+    raise AssertionError("app.run returns by exiting")
+
+
+def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
+    """The flags --config=FILE and --config.a.b=VALUE, each name and the file looked at first.
+
+    Where no file is named, the flag library reads `default` as it defines the flag, before any
+    error of it could be caught.
+    """
+    try:
+        for argument in sys.argv[1:]:
+            if argument.startswith(("--config.", "-config.")):
+                check_key(argument.partition("config.")[2].partition("=")[0])
+        named = _named_config(sys.argv)
+        if named is not None:
+            _read_config(named)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        _fail(" ".join(str(error).split()))
+    return config_flags.DEFINE_config_file("config", str(default), "What to train.")
+
+
+def start_devices(batch_size: int = 0, sizes: Sequence[int] = (-1,)) -> None:
+    """Makes each CPU core a device and joins the other processes; before any device is used.
+
+    `batch_size` rows are to split evenly over a mesh of these `sizes`.
+    """
+    sharding.use_cpu_cores(batch_size, sizes, _NUM_PROCESSES.value or 1)
+    processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
+
+
+def folder(flag: str, name: str) -> pathlib.Path:
+    """A folder that a flag names. Raises ConfigError for the address of a bucket."""
+    if "://" in name:
+        raise ConfigError(
+            f"--{flag}={name} is no folder: mount the bucket on all machines, and give the folder"
+        )
+    return pathlib.Path(name)
+
+
+def _named_config(argv: list[str]) -> str | None:
+    for index, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
+        if name in ("--config", "-config"):
+            return value if equals else "".join(argv[index + 1 : index + 2])
+    return None
+
+
+def _read_config(name: str) -> None:
+    """Raises ConfigError, naming the file, unless its get_config() gives a Config."""
+    # After a colon comes an argument for get_config.
+    path, *arguments = name.split(":", 1)
+    if not pathlib.Path(path).is_file():
+        raise ConfigError(f"--config={name}: no such file; name a Python file with get_config()")
+    try:
+        get_config = runpy.run_path(path).get("get_config")
+        config = get_config(*arguments) if get_config is not None else None
+    except Exception as error:
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise ConfigError(f"--config={name}: {kind}{error}") from error
+    if get_config is None:
+        raise ConfigError(f"--config={name}: the file has no get_config(); see configs/tiny.py")
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"--config={name}: get_config() returned {type(config).__name__}: return an "
+            "alibi_jax.config.Config"
+        )
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        rest = flags.FLAGS(argv)
+    except Exception as error:
+        if "--debug" in argv:
+            traceback.print_exc()
+        _fail(_value_remedy(str(error)))
+    if len(rest) > 1:
+        _fail(f"unexpected {rest[1]!r}: flags are --NAME=VALUE")
+    return rest
+
+
+def _value_remedy(message: str) -> str:
+    """What the flag library says of a value, with the type that its key wants."""
+    value = re.match(r"flag --config\.(\w+)\.(\w+)=(.*?): ", message, re.DOTALL)
+    if value is None:
+        return " ".join(message.split())
+    part, name, given = value.groups()
+    wanted = fields_of(fields_of(Config)[part])[name]
+    return f"{part}.{name}={given!r}: give a value of type {getattr(wanted, '__name__', wanted)}"
+
+
+def _guarded(main: Callable[[], int]) -> NoReturn:
+    if not flags.FLAGS["verbosity"].present:
+        # Orbax tells of every file it touches; --verbosity=0 shows that.
+        logging.set_verbosity(logging.WARNING)
+    try:
+        if _CACHE.value:
+            _keep_programs(folder("compilation_cache", _CACHE.value))
+        code = main()
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Exception as error:
+        if _DEBUG.value:
+            traceback.print_exc()
+        message = " ".join(str(error).split()) or "no message"
+        known = isinstance(error, ValueError | OSError | FloatingPointError)
+        kind = "" if known else f"{type(error).__name__}: "
+        hint = "" if known or _DEBUG.value else " (--debug shows where)"
+        processes.fail(f"{kind}{message}{hint}", 1, through_others=not known)
+    processes.leave()
+    sys.exit(code)
+
+
+def _keep_programs(cache: pathlib.Path) -> None:
+    """Has all that is compiled kept in a folder. Raises ConfigError where that is none."""
+    if cache.exists() and not cache.is_dir():
+        raise ConfigError(f"--compilation_cache={cache} is a file: give a folder, or a new name")
+    jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    processes.fail(message, code)

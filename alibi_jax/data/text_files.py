@@ -1,0 +1,177 @@
+"""A folder of text: which files are documents, what they hold, and the split of each."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from alibi_jax.data.errors import DataError
+
+SPLITS = ("train", "validation", "test")
+# WikiText's names, in the same order.
+_WIKITEXT = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
+# With fewer documents than this, whole documents would leave a split empty.
+_ENOUGH = 20
+# A document is one serialized protocol buffer, and those end at 2 GiB.
+_LARGEST = 2**31 - 2**16
+
+
+def split_at(position: int) -> str:
+    """The split of the document at `position`, counted from 1, among the sorted names."""
+    return {10: "validation", 0: "test"}.get(position % 20, "train")
+
+
+def list_documents(root: Path) -> list[Path]:
+    """The files under `root` (or `root` itself) that hold text, sorted by relative name.
+
+    Hidden files and empty ones are no documents. Raises DataError for a missing path, for
+    one without any text, and for a file too large for one document.
+    """
+    if not root.exists():
+        raise DataError(f"data.path={str(root)!r} does not exist: give a text file or a folder")
+    if root.is_file():
+        found = [root]
+    else:
+        found = sorted(
+            (
+                path
+                for path in root.rglob("*")
+                if path.is_file() and not _hidden(path.relative_to(root))
+            ),
+            key=lambda path: path.relative_to(root).as_posix(),
+        )
+    documents = [path for path in found if path.stat().st_size]
+    if not documents:
+        raise DataError(f"data.path={str(root)!r} holds no text: give files that are not empty")
+    for path in documents:
+        if path.stat().st_size > _LARGEST:
+            raise DataError(
+                f"data.path: {str(path)!r} has {path.stat().st_size} bytes, more than the "
+                f"{_LARGEST} of one document: split it into several files"
+            )
+    return documents
+
+
+def fingerprint(*roots: Path) -> str:
+    """A digest of every document's relative name and bytes."""
+    digest = hashlib.sha256()
+    for root in roots:
+        for path in list_documents(root):
+            data = path.read_bytes()
+            digest.update(f"{_name(path, root)}\0{len(data)}\0".encode())
+            digest.update(data)
+    return digest.hexdigest()[:24]
+
+
+def split_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
+    """The documents of each split, as (name, text), read when they are iterated.
+
+    Sub-folders `train/` and `validation/` (and `test/`) are the splits where there are
+    such. Else each of 20 documents or more goes to one split whole, and fewer documents
+    are cut in three. Raises DataError, also while iterating: a file that is no UTF-8 text,
+    a split that holds nothing.
+    """
+    folders = {split: root / split for split in SPLITS if (root / split).is_dir()}
+    if "train" in folders:
+        if "validation" not in folders:
+            # Taken for ordinary folders, they would mix the test text into the training text.
+            raise DataError(
+                f"data.path={str(root)!r} has train/ but no validation/: add validation/ (it may "
+                "be there under another name), or rename train/"
+            )
+        return {split: _read(list_documents(folder), folder) for split, folder in folders.items()}
+    documents = list_documents(root)
+    if len(documents) < _ENOUGH:
+        return {split: _pieces(documents, root, i) for i, split in enumerate(SPLITS)}
+    return {
+        split: _read([p for i, p in enumerate(documents, 1) if split_at(i) == split], root)
+        for split in SPLITS
+    }
+
+
+def wikitext_files(root: Path) -> dict[str, Path]:
+    """The file of each split of WikiText that is there. Raises DataError for a missing one.
+
+    The test split may be missing.
+    """
+    files = {split: root / name for split, name in zip(SPLITS, _WIKITEXT)}
+    for path in (files["train"], files["validation"]):
+        if not path.is_file():
+            raise DataError(
+                f"data.path={str(root)!r} has no {path.name}: give the folder of WikiText-2 or "
+                "WikiText-103 (Merity et al. 2016), unpacked from the word-level archive, not "
+                "the raw one"
+            )
+    return {split: path for split, path in files.items() if path.is_file()}
+
+
+def wikitext_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
+    """Each split of WikiText as one document. Raises DataError as `split_documents` does."""
+    return {
+        split: _read(list_documents(path), path) for split, path in wikitext_files(root).items()
+    }
+
+
+def split_point(text: bytes, low: int, high: int) -> int:
+    """Where to cut `text`: after the last line end in (low, high], else at a character.
+
+    Needs UTF-8 and low <= high < len(text).
+    """
+    line_end = text.rfind(b"\n", low, high)
+    if line_end >= 0:
+        return line_end + 1
+    while text[high] & 0xC0 == 0x80:
+        high -= 1
+    return high
+
+
+def check_text(text: bytes, name: str) -> None:
+    """Raises DataError, with the byte offset, unless `text` is UTF-8."""
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name} is not UTF-8 at byte {error.start}: convert it (iconv -t UTF-8), or remove "
+            "it if it is binary"
+        ) from None
+
+
+def _read(documents: list[Path], root: Path) -> Iterator[tuple[str, bytes]]:
+    for path in documents:
+        text = path.read_bytes()
+        check_text(text, f"data.path: {str(path)!r}")
+        nul = text.find(b"\0")
+        if nul >= 0:
+            raise DataError(
+                f"data.path: {str(path)!r} has a NUL byte at byte {nul}: remove it, or the file "
+                "if it is binary"
+            )
+        yield _name(path, root), text
+
+
+def _pieces(documents: list[Path], root: Path, which: int) -> Iterator[tuple[str, bytes]]:
+    """The first 90 %, the next 5 % or the last 5 % of each document.
+
+    Cut at a line end where there is one in the twentieth before the mark.
+    """
+    empty = True
+    for name, text in _read(documents, root):
+        size = len(text)
+        marks = [size * share // 100 for share in (85, 90, 95)]
+        first, second = split_point(text, marks[0], marks[1]), split_point(text, marks[1], marks[2])
+        piece = (text[:first], text[first:second], text[second:])[which]
+        if piece:
+            empty = False
+            yield name, piece
+    if empty:
+        raise DataError(
+            f"data.path={str(root)!r} is too short to cut in train, validation and test: give "
+            "more text"
+        )
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _name(path: Path, root: Path) -> str:
+    return path.name if path == root else path.relative_to(root).as_posix()

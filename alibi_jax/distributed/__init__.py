@@ -1,0 +1,1 @@
+"""Devices and processes: the mesh, joining and stopping together, and memory."""

@@ -1,0 +1,19 @@
+"""The Flax NNX transformer, its parts, its caches, its vocabulary and its losses."""
+
+from alibi_jax.model.transformer import (
+    Transformer,
+    abstract_model,
+    check_divides,
+    check_model_fits,
+    initial_params,
+    make_model,
+)
+
+__all__ = [
+    "Transformer",
+    "abstract_model",
+    "check_divides",
+    "check_model_fits",
+    "initial_params",
+    "make_model",
+]

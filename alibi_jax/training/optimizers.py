@@ -1,0 +1,74 @@
+"""Optax chains from the configuration."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from alibi_jax.checkpoints.migrations import dotted
+from alibi_jax.config import Optimizer
+from alibi_jax.model.layer_stack import is_stacked
+
+
+def make_schedule(config: Optimizer, steps: int) -> optax.Schedule:
+    """The learning rate by step: linear warm-up, then cosine, linear or constant.
+
+    The decay ends at `learning_rate * final_fraction` on step `steps`.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    after: optax.Schedule
+    if config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, steps - warmup, config.final_fraction)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(peak, peak * config.final_fraction, steps - warmup)
+    else:
+        after = optax.constant_schedule(peak)
+    # From peak/(warmup+1) rather than 0, so that the first step already moves.
+    ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([ramp, after], [warmup]) if warmup else after
+
+
+def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
+    """Clipping by global norm, the optimizer's direction, decoupled weight decay, the rate.
+
+    AdamW (Loshchilov & Hutter 2019), SGD with Nesterov momentum, or Adafactor (Shazeer &
+    Stern 2018). Weight decay is of matrices only, in all three scaled by the rate: not of biases,
+    though those of heads have two axes. Parameters of layers are stacked, and each layer's are
+    treated as a matrix, or a vector, of its own.
+    """
+    directions = {
+        "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2),
+        "sgd": lambda: optax.trace(config.momentum, nesterov=True),
+        "adafactor": lambda: optax.chain(
+            optax.scale_by_factored_rms(), optax.stateless(_clip_by_rms)
+        ),
+    }
+
+    def is_matrix(path: Any, x: Any) -> bool:
+        return x.ndim - is_stacked(path) > 1 and not dotted(path).endswith("bias")
+
+    def matrices(params: Any) -> Any:
+        return jax.tree.map_with_path(is_matrix, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        directions[config.name](),
+        optax.add_decayed_weights(config.weight_decay, mask=matrices),
+        optax.scale_by_learning_rate(make_schedule(config, steps)),
+    )
+
+
+def _clip_by_rms(updates: Any, params: Any) -> Any:
+    """Update clipping (Shazeer & Stern 2018, section 6): no matrix has an RMS above 1.
+
+    `optax.clip_by_block_rms` would take a stack for one matrix.
+    """
+
+    def clip(path: Any, x: Array) -> Array:
+        axes = tuple(range(int(is_stacked(path)), x.ndim))
+        rms = jnp.sqrt(jnp.mean(x**2, axis=axes, keepdims=True))
+        return x / jnp.maximum(1.0, rms)
+
+    return jax.tree.map_with_path(clip, updates)
