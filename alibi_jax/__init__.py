@@ -1,8 +1,12 @@
 """Train short, test long: ALiBi and the position methods it is compared with.
 
-The bias functions are what other models import; they need JAX alone.
+These names are what other models import. All but `alibi_attention_fn`, which is for Flax's
+attention modules, need JAX, NumPy and jaxtyping only.
 """
 
+from typing import TYPE_CHECKING, Any
+
+from alibi_jax.attention import alibi_attention
 from alibi_jax.biases import (
     Bias,
     Decay,
@@ -27,11 +31,19 @@ from alibi_jax.biases import (
     t5_buckets,
 )
 
+if TYPE_CHECKING:
+    from alibi_jax.flax_attention import alibi_attention_fn
+
+__version__ = "0.2.0"
+
 __all__ = [
     "Bias",
     "Decay",
     "FireWeights",
     "LinearBias",
+    "__version__",
+    "alibi_attention",
+    "alibi_attention_fn",
     "alibi_bias",
     "alibi_bias_at",
     "alibi_slopes",
@@ -50,3 +62,12 @@ __all__ = [
     "t5_bias_at",
     "t5_buckets",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when it is asked for: Flax is not needed for anything else here.
+    if name == "alibi_attention_fn":
+        from alibi_jax.flax_attention import alibi_attention_fn
+
+        return alibi_attention_fn
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -42,5 +42,5 @@ def test_the_page_names_every_bias_function():
     page = (ROOT / "docs/using-the-biases.md").read_text()
     table = page.partition("\n## The bias functions\n")[2].partition("\n## ")[0]
     assert set(re.findall(r"`([a-z0-9]+_\w+|FireWeights|Decay|LinearBias|Bias)[`(]", table)) >= set(
-        alibi_jax.__all__
+        alibi_jax.biases.__all__
     )
