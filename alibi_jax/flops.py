@@ -5,7 +5,7 @@ Counted from the configuration and not read from the compiler, which counts the 
 
 from typing import NamedTuple
 
-from alibi_jax.config import Config, Model
+from alibi_jax.config import ACTIVATIONS, REMATS, Config, Model
 from alibi_jax.model.adaptive_softmax import make_bands
 
 # By how JAX calls the device, the first that it begins with: Cloud TPU documentation; NVIDIA's data
@@ -52,13 +52,14 @@ def step_flops(config: Config, vocab_size: int) -> Flops:
     tokens = train.batch_size * train.length
     width, ff = model.width, model.ff_width or 4 * model.width
     kv_heads = model.num_kv_heads or model.num_heads
-    gated = model.activation in ("swiglu", "geglu")
+    gated = ACTIVATIONS[model.activation].gated
     heads = 2 * model.num_heads + 2 * kv_heads
     layer = 2.0 * width * (heads * model.head_size + (3 if gated else 2) * ff)
     pairs = (train.length + 1) / 2
     attention = 2.0 * 2.0 * model.num_heads * model.head_size * pairs * model.num_layers
     layers, logits = layer * model.num_layers, 2.0 * width * vocabulary_rows(model, vocab_size)
-    again = {"none": 0.0, "projections": attention, "full": layers + attention}[model.remat]
+    remat = REMATS[model.remat]
+    again = layers * remat.recomputes_projections + attention * remat.recomputes_attention
     # Chunks of logits are always computed again; of what is in one chunk that is little.
     products = layers + logits + _projections(model, vocab_size)
     return Flops(3 * tokens * products, 3 * tokens * attention, tokens * (again + logits))

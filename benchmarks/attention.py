@@ -34,6 +34,7 @@ from absl import flags
 
 from alibi_jax import alibi_bias, alibi_slopes, cli
 from alibi_jax.attention import alibi_attention
+from alibi_jax.config import Mesh
 from alibi_jax.distributed import sharding
 from alibi_jax.distributed.processes import say
 
@@ -147,7 +148,7 @@ def _compare(setting: Setting, names: Sequence[str]) -> tuple[bool, dict[str, fl
 def _prepare(name: str, setting: Setting) -> Callable[[], tuple[jax.Array, ...]]:
     """A call that waits for its results; MemoryError where it would not fit."""
     axes = ("batch", None, "heads", None)
-    mesh = sharding.make_mesh(data=1, tensor=-1) if name == _OURS else None
+    mesh = sharding.make_mesh(Mesh(data=1, tensor=-1)) if name == _OURS else None
     place = jax.devices()[0] if mesh is None else sharding.named_sharding(mesh, *axes)
     arrays = [
         jax.device_put(jnp.asarray(x, setting.dtype), place)

@@ -30,7 +30,7 @@ import numpy as np
 from absl import flags
 
 from alibi_jax import alibi_slopes, cli
-from alibi_jax.config import Config, Model, Optimizer, Train
+from alibi_jax.config import Config, Mesh, Model, Optimizer, Train
 from alibi_jax.distributed import sharding
 from alibi_jax.distributed.processes import say
 from alibi_jax.training.step import Trainer
@@ -136,7 +136,7 @@ def _mesh(name: str, batch: int) -> jax.sharding.Mesh:
     if batch % jax.device_count() == 0:
         return sharding.make_mesh()
     if name == _SPLIT:
-        return sharding.make_mesh(data=1, tensor=-1)
+        return sharding.make_mesh(Mesh(data=1, tensor=-1))
     return sharding.make_mesh(devices=jax.devices()[:1])
 
 

@@ -9,10 +9,11 @@ import numpy as np
 
 def mesh_of(data, fsdp, context, tensor):
     """A mesh of these sizes over the first devices that it takes."""
+    from alibi_jax.config import Mesh
     from alibi_jax.distributed.sharding import make_mesh
 
     sizes = data, fsdp, context, tensor
-    return make_mesh(*sizes, devices=jax.devices()[: math.prod(sizes)])
+    return make_mesh(Mesh(*sizes), devices=jax.devices()[: math.prod(sizes)])
 
 
 def layers_of(params):

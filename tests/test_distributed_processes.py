@@ -365,7 +365,7 @@ RESTORE = """
 import json, pathlib, sys
 import jax, numpy as np
 from alibi_jax.checkpoints import Checkpoints
-from alibi_jax.config import from_dict
+from alibi_jax.config import Mesh, from_dict
 from alibi_jax.distributed.processes import join
 from alibi_jax.distributed.sharding import make_mesh
 from alibi_jax.training.step import Trainer
@@ -376,7 +376,7 @@ if several:
 with Checkpoints(pathlib.Path(workdir)) as checkpoints:
     step = checkpoints.check_step(None)
     config = from_dict(checkpoints.metadata(step).config)
-    trainer = Trainer(config, 256, make_mesh(**json.loads(mesh)))
+    trainer = Trainer(config, 256, make_mesh(Mesh(**json.loads(mesh))))
     state = checkpoints.restore(step, **trainer.abstract_state._asdict())
 arrays = {}
 for path, leaf in jax.tree.leaves_with_path(state):

@@ -10,7 +10,7 @@ from helpers import mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_jax.config import Config, ConfigError
+from alibi_jax.config import Config, ConfigError, Mesh
 from alibi_jax.distributed.sharding import (
     axis_size,
     constrain,
@@ -35,7 +35,7 @@ from alibi_jax.training.step import check_fits
     ],
 )
 def test_a_mesh_covers_all_devices(asked, made):
-    mesh = make_mesh(*asked)
+    mesh = make_mesh(Mesh(*asked))
     assert tuple(mesh.shape.values()) == made
     assert set(mesh.devices.flat) == set(jax.devices())
 
@@ -52,7 +52,7 @@ def test_a_mesh_covers_all_devices(asked, made):
 )
 def test_a_mesh_that_does_not_cover_the_devices_is_refused(asked, message):
     with pytest.raises(ValueError, match=message):
-        make_mesh(*asked)
+        make_mesh(Mesh(*asked))
 
 
 def fitting_config():

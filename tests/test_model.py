@@ -9,7 +9,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_jax.config import ACTIVATIONS, POSITIONS, Config, Model
+from alibi_jax.config import ACTIVATIONS, POSITIONS, Config, Mesh, Model
 from alibi_jax.distributed import sharding
 from alibi_jax.model import Transformer, abstract_model, initial_params, make_model
 from alibi_jax.model.dropout import dropout
@@ -442,7 +442,7 @@ def config_of(position="alibi", length=16, **model):
 
 def sharded_logits(config, vocab_size, tensor):
     """Logits of the first parameters, those and the work split over a mesh of all devices."""
-    mesh = sharding.make_mesh(tensor=tensor)
+    mesh = sharding.make_mesh(Mesh(tensor=tensor))
     graphdef, abstract = abstract_model(config, vocab_size, mesh)
     params = initial_params(config, vocab_size, jax.random.key(0))
     params = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, abstract))

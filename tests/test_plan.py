@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from helpers import mesh_of
 
-from alibi_jax.config import Config, ConfigError, Model, Train
+from alibi_jax.config import Config, ConfigError, Mesh, Model, Train
 from alibi_jax.flops import step_flops
-from alibi_jax.plan import meshes_for, plan, remedies
+from alibi_jax.plan import plan
 from alibi_jax.plan.costs import Roofline, bytes_on_device, roofline
 from alibi_jax.plan.hlo import Collective, by_kind, collectives
-from alibi_jax.plan.planner import _with
+from alibi_jax.plan.planner import _with, meshes_for, remedies
 from alibi_jax.plan.program import Program, compile_step
 from alibi_jax.plan.report import ranking, report
 from alibi_jax.plan.targets import DEVICES, Target
@@ -241,7 +241,7 @@ def test_what_is_kept_for_the_backward_pass_grows_with_rows_and_falls_with_devic
 
 
 def made_up(total_gib=4.0, refusal="", **mesh):
-    sizes = {"data": 4, "fsdp": 1, "context": 1, "tensor": 1} | mesh
+    sizes = Mesh(**{"data": 4} | mesh)
     size = int(total_gib * 2**30)
     return Program(sizes, size // 4, size // 2, 1000, 10, size // 4, refusal)
 
@@ -305,20 +305,20 @@ def test_remedies_begin_with_the_cheapest():
 def test_meshes_to_try_divide_everything_and_the_likeliest_come_first():
     found = meshes_for(config_of(batch_size=8), target_of(8))
     assert found[0] in (
-        {"data": 4, "fsdp": 2, "context": 1, "tensor": 1},
-        {"data": 2, "fsdp": 4, "context": 1, "tensor": 1},
+        Mesh(data=4, fsdp=2, context=1, tensor=1),
+        Mesh(data=2, fsdp=4, context=1, tensor=1),
     )
-    assert all(math.prod(mesh.values()) == 8 for mesh in found)
+    assert all(math.prod(dataclasses.astuple(mesh)) == 8 for mesh in found)
     # A sequence is split where there are too few rows, and only there.
-    assert all(mesh["context"] == 1 for mesh in found)
+    assert all(mesh.context == 1 for mesh in found)
     few = meshes_for(config_of(batch_size=2), target_of(8))
-    assert any(mesh["context"] > 1 for mesh in few)
+    assert any(mesh.context > 1 for mesh in few)
     # Twelve rows divide by four devices and not by eight.
     twelve = meshes_for(config_of(batch_size=12), target_of(8))
-    assert {"data": 2, "fsdp": 2, "context": 2, "tensor": 1} in twelve
-    assert all(2 % (mesh["data"] * mesh["fsdp"]) == 0 for mesh in few)
+    assert Mesh(data=2, fsdp=2, context=2, tensor=1) in twelve
+    assert all(2 % (mesh.data * mesh.fsdp) == 0 for mesh in few)
     # Nobody has eight of four heads.
-    assert all(mesh["tensor"] <= 4 for mesh in found + few)
+    assert all(mesh.tensor <= 4 for mesh in found + few)
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ STEP = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
-from alibi_jax.config import Config, Model, Train
+from alibi_jax.config import Config, Mesh, Model, Train
 from alibi_jax.distributed.sharding import make_mesh
 from alibi_jax.training.step import Trainer
 
 devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
-mesh = make_mesh(data=2, tensor=2, devices=devices)
+mesh = make_mesh(Mesh(data=2, tensor=2), devices=devices)
 model = Model(position=sys.argv[1], num_layers=1, width=256, num_heads=4, dtype="bfloat16")
 trainer = Trainer(Config(model=model, train=Train(length=1024, batch_size=4)), 256, mesh)
 tokens = jax.ShapeDtypeStruct((4, 1024), jnp.int32, sharding=trainer.batch_sharding)
@@ -73,15 +73,16 @@ print([name for name in ("forward", "backward") if f"alibi_{name}_kernel" in tex
 
 SLICES = """
 from jax.experimental import topologies
+from alibi_jax.config import Mesh
 from alibi_jax.distributed.sharding import make_mesh
 
 devices = topologies.get_topology_desc("v5e:4x4", platform="tpu", num_slices=2).devices
-mesh = make_mesh(data=4, fsdp=2, context=2, tensor=2, devices=devices)
+mesh = make_mesh(Mesh(data=4, fsdp=2, context=2, tensor=2), devices=devices)
 assert len(set(mesh.devices.flat)) == 32
 of_row = [{device.slice_index for device in row.flat} for row in mesh.devices]
 print(dict(mesh.shape), of_row)
 try:
-    make_mesh(data=1, fsdp=-1, devices=devices)
+    make_mesh(Mesh(data=1, fsdp=-1), devices=devices)
 except ValueError as error:
     print(error)
 """
@@ -89,7 +90,7 @@ except ValueError as error:
 
 PLAN = """
 import pathlib, re, sys
-from alibi_jax.config import Config, Model, Train
+from alibi_jax.config import Config, Mesh, Model, Train
 from alibi_jax import plan as plans
 from alibi_jax.plan import program
 

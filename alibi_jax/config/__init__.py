@@ -1,23 +1,20 @@
 """The typed configuration: one dataclass a part, and every check that needs no device."""
 
-from alibi_jax.config.config import Config, check_key, flatten, from_dict, parse_mesh
-from alibi_jax.config.parts import (
+from alibi_jax.config.choices import (
     ACTIVATIONS,
     DTYPES,
     FROM_PATH,
     NORMS,
     OPTIMIZERS,
     POSITIONS,
+    PROJECTION,
+    REMATS,
     RESCALINGS,
     SCHEDULES,
     TOKENIZERS,
-    Checkpoint,
-    Data,
-    Mesh,
-    Model,
-    Optimizer,
-    Train,
 )
+from alibi_jax.config.config import Config, check_key, flatten, from_dict, parse_mesh
+from alibi_jax.config.parts import Checkpoint, Data, Mesh, Model, Optimizer, Train
 from alibi_jax.config.section import ConfigError, fields_of, nearest
 
 __all__ = [
@@ -27,6 +24,8 @@ __all__ = [
     "NORMS",
     "OPTIMIZERS",
     "POSITIONS",
+    "PROJECTION",
+    "REMATS",
     "RESCALINGS",
     "SCHEDULES",
     "TOKENIZERS",

@@ -1,17 +1,18 @@
 """The typed configuration: one dataclass a part, and every check that needs no device.
 
-A configuration file is a Python file with `get_config() -> Config`. Whether a value comes
-from such a file, from `--config.a.b=VALUE` or from a checkpoint, it passes through
-`Section.__setattr__`: a name that does not exist or a value of the wrong type stops there.
+A configuration file is a Python file with `get_config() -> Config`. A value comes from such a
+file, from `--config.a.b=VALUE` or from a checkpoint. In each case it passes through
+`Section.__setattr__`, which refuses an unknown name or a value of the wrong type.
 """
 
 import dataclasses
 import re
 from typing import Any
 
-from alibi_jax.config.checks import check_adaptive, check_positions, check_ranges, divisors
-from alibi_jax.config.parts import FROM_PATH, Checkpoint, Data, Mesh, Model, Optimizer, Train
-from alibi_jax.config.section import ConfigError, Section, fields_of
+from alibi_jax.config.checks import check_adaptive, check_positions, divisors
+from alibi_jax.config.choices import FROM_PATH
+from alibi_jax.config.parts import Checkpoint, Data, Mesh, Model, Optimizer, Train
+from alibi_jax.config.section import ConfigError, Section, check_value, fields_of
 
 
 @dataclasses.dataclass
@@ -27,8 +28,17 @@ class Config(Section):
 
     def check(self) -> None:
         """Raises ConfigError for values out of range or that do not fit each other."""
-        check_ranges(flatten(self))
-        model, train, optimizer, data = self.model, self.train, self.optimizer, self.data
+        for part in dataclasses.fields(self):
+            section = getattr(self, part.name)
+            for field in dataclasses.fields(section):
+                value = getattr(section, field.name)
+                check_value(f"{part.name}.{field.name}", value, field.metadata)
+        for axis, size in dataclasses.asdict(self.mesh).items():
+            if size != -1 and size < 1:
+                raise ConfigError(
+                    f"mesh.{axis}={size} must be a number of devices, or -1 for the rest"
+                )
+        model, train, data = self.model, self.train, self.data
         if model.width % model.num_heads:
             raise ConfigError(
                 f"model.num_heads={model.num_heads} does not divide model.width={model.width}: "
@@ -46,12 +56,6 @@ class Config(Section):
                 f"train.accumulation={train.accumulation} does not divide "
                 f"train.batch_size={train.batch_size}: choose one of {divisors(train.batch_size)}"
             )
-        if optimizer.schedule != "constant" and optimizer.warmup_steps >= train.steps:
-            raise ConfigError(
-                f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of "
-                f"train.steps={train.steps} to decay over: lower it, or use "
-                "optimizer.schedule='constant'"
-            )
         if (data.dataset in FROM_PATH) != bool(data.path):
             raise ConfigError(
                 f"data.dataset={data.dataset!r} with data.path={data.path!r}: for your own text "
@@ -61,7 +65,7 @@ class Config(Section):
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Every value under its dotted key, as a command line would name it."""
+    """Every value under its dotted key, the name that it has on a command line."""
     return {
         f"{part}.{name}": value
         for part, section in dataclasses.asdict(config).items()
@@ -78,14 +82,14 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh of "fsdp=4,context=2". Raises ConfigError that names what is wrong."""
+    """The mesh of a text such as "fsdp=4,context=2". Raises ConfigError that names the fault."""
     mesh = Mesh()
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")
         if axis.strip() not in fields_of(Mesh) or not re.fullmatch(r"-1|[1-9]\d*", size.strip()):
             raise ConfigError(
                 f"--mesh={text}: {part!r} is not AXIS=DEVICES; axes are "
-                f"{', '.join(fields_of(Mesh))}, and -1 is what the others leave"
+                f"{', '.join(fields_of(Mesh))}, and -1 takes all devices that the others leave"
             )
         setattr(mesh, axis.strip(), int(size))
     return mesh
@@ -98,6 +102,6 @@ def check_key(key: str) -> None:
     section = fields_of(Config)[part]
     if not name:
         raise ConfigError(
-            f"{key}: a whole section; name a key of it: {', '.join(fields_of(section))}"
+            f"{key} is a whole section: name one of its keys: {', '.join(fields_of(section))}"
         )
     section._check_name(name)

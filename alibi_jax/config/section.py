@@ -1,19 +1,20 @@
-"""What every part of the configuration is: fields known by name and type."""
+"""A part of the configuration: keys known by name, type and valid values."""
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be meant: names the key, the value and the remedy."""
+    """An invalid configuration: the message names the key, the value and the remedy."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The remedy for an unknown name: the closest known one, or all of them."""
+    """The remedy for an unknown name: the closest known name, or all known names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
@@ -22,6 +23,46 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def fields_of(section: Any) -> dict[str, Any]:
     """The names and the types of a section's fields."""
     return {field.name: field.type for field in dataclasses.fields(section)}
+
+
+def number(
+    default: Any,
+    *,
+    least: int | float | None = None,
+    above: int | float | None = None,
+    most: int | float | None = None,
+    below: int | float | None = None,
+) -> Any:
+    """A dataclass field whose value must be finite and within the bounds given, or None."""
+    bounds = {"least": least, "above": above, "most": most, "below": below}
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+def choice(default: str, choices: Iterable[str]) -> Any:
+    """A dataclass field whose value must be one of `choices`."""
+    return dataclasses.field(default=default, metadata={"choices": tuple(choices)})
+
+
+def check_value(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless a value is among its field's choices and within its bounds."""
+    choices = metadata.get("choices")
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{key}={value!r} is not known; {nearest(value, choices)}")
+    bounds = metadata.get("bounds")
+    if bounds is None or value is None:
+        return
+    # Written so that NaN, with which every comparison is false, fails too.
+    fits = (
+        -math.inf < value < math.inf
+        and (bounds["least"] is None or value >= bounds["least"])
+        and (bounds["above"] is None or value > bounds["above"])
+        and (bounds["most"] is None or value <= bounds["most"])
+        and (bounds["below"] is None or value < bounds["below"])
+    )
+    if not fits:
+        words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+        wanted = [f"{words[name]} {bound}" for name, bound in bounds.items() if bound is not None]
+        raise ConfigError(f"{key}={value} must be a finite number, {' and '.join(wanted)}")
 
 
 def _matches(value: Any, annotation: Any) -> bool:

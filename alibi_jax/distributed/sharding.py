@@ -1,8 +1,10 @@
 """The device mesh, and the one table from logical axes to mesh axes.
 
-Everything else names logical axes; the mesh's own axis names appear in this file only.
+All other code names logical axes. The names of the mesh's own axes are the keys of the
+configuration's section `mesh`, and the table below says what each of them splits.
 """
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -14,13 +16,17 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-MESH_AXES = ("data", "fsdp", "context", "tensor")
+from alibi_jax.config import Mesh, fields_of
+
+MESH_AXES = tuple(fields_of(Mesh))
+# The axis that spans slices of a pod: only gradients are exchanged along it, once a step.
+_SLICE_AXIS = "data"
 
 # A logical axis that is not here is not sharded.
 LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "sequence": ("context",),
-    # Positions where each is on its own, and heads and features are whole.
+    # Positions that are computed independently, each with all heads and features.
     "tokens": ("context", "tensor"),
     "embed": ("fsdp",),
     "heads": ("tensor",),
@@ -54,20 +60,15 @@ def use_cpu_cores(batch_size: int, sizes: Sequence[int] = (-1,), processes: int 
 
 
 def make_mesh(
-    data: int = -1,
-    fsdp: int = 1,
-    context: int = 1,
-    tensor: int = 1,
-    *,
-    devices: Sequence[jax.Device] | None = None,
+    config: Mesh | None = None, *, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh over all devices of all processes, or over those given.
+    """A mesh of the configured sizes over `devices`, by default all devices of all processes.
 
-    One size may be -1, for what the others leave. Of several slices, between which the network is
-    slow, each has a whole mesh, and `data` goes over them all. Raises ValueError if the sizes do
-    not multiply to the number of devices, or slices do not divide `data`.
+    One size may be -1: that axis gets all devices that the other axes leave. The network between
+    slices of a pod is slow, so only the axis `data` spans several slices. Raises ValueError
+    unless the sizes multiply to the number of devices and the number of slices divides `data`.
     """
-    sizes = dict(zip(MESH_AXES, (data, fsdp, context, tensor)))
+    sizes = dataclasses.asdict(config or Mesh())
     devices = jax.devices() if devices is None else devices
     asked = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -81,20 +82,22 @@ def make_mesh(
             f"{asked} does not cover {len(devices)} devices: they must multiply to that"
         )
     slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if sizes["data"] % slices:
+    replicas = sizes[_SLICE_AXIS]
+    if replicas % slices:
         raise ValueError(
-            f"{asked}: mesh.data={sizes['data']} does not divide by the {slices} slices, which "
-            "are replicas: choose a multiple"
+            f"{asked}: mesh.{_SLICE_AXIS}={replicas} does not divide by the {slices} slices, "
+            "which are replicas: choose a multiple"
         )
-    within = (sizes["data"] // slices, *list(sizes.values())[1:])
-    placed = (
-        mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+    over_slices = {axis: slices if axis == _SLICE_AXIS else 1 for axis in sizes}
+    in_a_slice = [size // over_slices[axis] for axis, size in sizes.items()]
+    grid = (
+        mesh_utils.create_device_mesh(in_a_slice, devices, allow_split_physical_axes=True)
         if slices == 1
         else mesh_utils.create_hybrid_device_mesh(
-            within, (slices, 1, 1, 1), devices, allow_split_physical_axes=True
+            in_a_slice, list(over_slices.values()), devices, allow_split_physical_axes=True
         )
     )
-    return jax.sharding.Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return jax.sharding.Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def axis_size(mesh: jax.sharding.Mesh, logical: str) -> int:

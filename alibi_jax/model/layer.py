@@ -21,22 +21,14 @@ from alibi_jax.model.self_attention import Attention
 from alibi_jax.model.token_layout import TokenLayout
 from alibi_jax.positions import PositionMethod
 
-# Of the function itself, and whether it multiplies a second projection (a gated unit).
-_ACTIVATIONS = {
-    "relu": (jax.nn.relu, False),
-    "gelu": (jax.nn.gelu, False),
-    "silu": (jax.nn.silu, False),
-    "swiglu": (jax.nn.silu, True),
-    "geglu": (jax.nn.gelu, True),
-}
-
 
 class FeedForward(nnx.Module):
     """Two projections with an activation between them, gated or not."""
 
     def __init__(self, config: configs.Model, *, rngs: nnx.Rngs):
         width, ff = config.width, config.ff_width or 4 * config.width
-        self.activation, gated = _ACTIVATIONS[config.activation]
+        choice = configs.ACTIVATIONS[config.activation]
+        self.activation, gated = choice.function, choice.gated
         make = functools.partial(
             Projection, dtype=config.dtype, use_bias=config.use_bias, rngs=rngs
         )

@@ -13,7 +13,6 @@ from alibi_jax import config as configs
 from alibi_jax.attention.rolling_cache import RollingCache
 from alibi_jax.model.kv_cache import KeyValues
 from alibi_jax.model.layer import Layer
-from alibi_jax.model.projection import PROJECTION
 from alibi_jax.model.token_layout import TokenLayout
 from alibi_jax.positions import PositionMethod
 
@@ -25,12 +24,6 @@ AXIS = "layers"
 # So few periods are not worth a loop, which writes and reads what is kept of each layer once more:
 # a third more of a step's time with two layers on a CPU, a tenth more with eight.
 _UNROLLED = 4
-# What is kept of a layer for the backward pass, which computes the rest again (`model.remat`).
-_KEPT = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "projections": jax.checkpoint_policies.save_only_these_names(PROJECTION),
-}
-
 # Layers, each with its position method: its own, or one that serves all layers.
 Layers = list[tuple[Layer, PositionMethod]]
 
@@ -137,10 +130,12 @@ class LayerStack(nnx.Module):
         run: Callable[[Array], Any] = functools.partial(
             layer, position=position, places=places, cached=None, training_key=key
         )
-        if self.remat != "none":
+        keeps = configs.REMATS[self.remat].keeps
+        if keeps is not None:
+            policy = jax.checkpoint_policies.save_only_these_names(*keeps)
             # Within a loop nothing that is computed again could be taken for what was before.
             looped = not isinstance(number, int)
-            run = jax.checkpoint(run, policy=_KEPT[self.remat], prevent_cse=not looped)
+            run = jax.checkpoint(run, policy=policy, prevent_cse=not looped)
         return run(x)[0]
 
 

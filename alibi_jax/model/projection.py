@@ -14,9 +14,6 @@ from jaxtyping import Array, Float
 
 from alibi_jax import config as configs
 
-# What its outputs are called where it is said which arrays to keep for a backward pass.
-PROJECTION = "projection"
-
 
 class Projection(nnx.Module):
     """A matrix product over named axes: float32 parameters, accumulated in float32.
@@ -61,7 +58,7 @@ class Projection(nnx.Module):
         """The product, in the compute dtype."""
         bias = None if self.bias is None else self.bias[...]
         out = product(self.equation, x.astype(self.dtype), self.kernel[...], bias)
-        return checkpoint_name(out, PROJECTION)
+        return checkpoint_name(out, configs.PROJECTION)
 
 
 def xavier_limit(fan_in: int, fan_out: int) -> float:

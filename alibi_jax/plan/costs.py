@@ -6,26 +6,34 @@ from typing import Any
 import jax
 import numpy as np
 
-from alibi_jax.config import Config
+from alibi_jax.config import REMATS, Config
+from alibi_jax.distributed.sharding import axis_size
 from alibi_jax.flops import Flops, vocabulary_rows
 from alibi_jax.plan.hlo import Collective
 from alibi_jax.plan.targets import Device
 
 
-def step_bytes(config: Config, vocab_size: int, num_params: int, mesh: jax.sharding.Mesh) -> float:
-    """Bytes that a step reads and writes in each device's memory, roughly.
+def step_bytes(
+    config: Config,
+    vocab_size: int,
+    num_params: int,
+    optimizer_bytes: int,
+    mesh: jax.sharding.Mesh,
+) -> float:
+    """An estimate of the bytes that a step reads and writes in each device's memory.
 
-    Weights once a pass and micro-batch, gathered; parameters, moments and gradients once in the
-    update; each layer's arrays once written and once read a pass; logits once a pass.
+    Each pass over a micro-batch reads the gathered weights once, writes and reads the arrays of
+    each layer once, and reads the logits once. The update reads and writes the parameters and the
+    optimizer state, `optimizer_bytes` on each device, and reads the gradients.
     """
     model, train = config.model, config.train
     size = 4 if model.dtype == "float32" else 2
-    tensor, shards = mesh.shape["tensor"], mesh.shape["tensor"] * mesh.shape["fsdp"]
+    tensor = axis_size(mesh, "heads")
+    parameter_bytes = 4.0 * num_params / (tensor * axis_size(mesh, "embed"))
     tokens = train.batch_size * train.length * tensor / mesh.size
-    passes = 3 if model.remat == "full" else 2
+    passes = 3 if REMATS[model.remat].recomputes_projections else 2
     weights = 2.0 * passes * train.accumulation * size * num_params / tensor
-    moments = {"adamw": 2, "sgd": 1, "adafactor": 0}[config.optimizer.name]
-    update = 4.0 * num_params / shards * (2 + 1 + 2 * moments)
+    update = 3 * parameter_bytes + 2 * optimizer_bytes
     ff = model.ff_width or 4 * model.width
     arrays = 8 * model.width + (4 + 3 * ff / model.width) * model.width / tensor
     activations = 2.0 * (passes + 1) * size * tokens * arrays * model.num_layers

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from alibi_jax.config import Config, ConfigError
+from alibi_jax.config import Config, ConfigError, Mesh
 from alibi_jax.data.tokenizers import ByteTokenizer
 from alibi_jax.distributed import sharding
 from alibi_jax.flops import step_flops
@@ -79,10 +79,10 @@ def estimate_of(
     """How long a step takes, where it is known what the devices can do and the step fits."""
     if target.device is None or program.refusal:
         return None
-    mesh = sharding.make_mesh(**program.mesh, devices=target.devices)
+    mesh = sharding.make_mesh(program.mesh, devices=target.devices)
     return roofline(
         step_flops(config, vocab_size),
-        step_bytes(config, vocab_size, program.num_params, mesh),
+        step_bytes(config, vocab_size, program.num_params, program.optimizer, mesh),
         list(program.exchanges),
         len(target.devices),
         target.device,
@@ -94,7 +94,7 @@ def remedies(config: Config, program: Program) -> Iterator[tuple[str, Config]]:
 
     To compute layers again; to take fewer rows at a time; to split parameters over more devices.
     """
-    data, fsdp = program.mesh["data"], program.mesh["fsdp"]
+    data, fsdp = program.mesh.data, program.mesh.fsdp
     again = {} if config.model.remat == "full" else {"model.remat": "full"}
     rows = config.train.batch_size // (data * fsdp)
     fewer: list[dict[str, Any]] = [
@@ -122,11 +122,11 @@ def _with(config: Config, values: dict[str, Any]) -> Config:
 
 
 def _compiled(config: Config, vocab_size: int, target: Target, evaluation: bool = True) -> Program:
-    mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=target.devices)
+    mesh = sharding.make_mesh(config.mesh, devices=target.devices)
     return compile_step(config, vocab_size, mesh, evaluation=evaluation)
 
 
-def meshes_for(config: Config, target: Target) -> list[dict[str, int]]:
+def meshes_for(config: Config, target: Target) -> list[Mesh]:
     """Meshes worth a look, the likeliest first: all that the sizes divide by, less the far-fetched.
 
     Parameters split over some devices and rows over the others come first; then heads over two or
@@ -145,15 +145,14 @@ def meshes_for(config: Config, target: Target) -> list[dict[str, int]]:
             data = rest // fsdp
             if data % slices:
                 continue
-            mesh = {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
+            mesh = Mesh(data, fsdp, context, tensor)
             with contextlib.suppress(ConfigError):
-                check_fits(config, sharding.make_mesh(**mesh, devices=target.devices))
+                check_fits(config, sharding.make_mesh(mesh, devices=target.devices))
                 found.append(mesh)
     return sorted(
         found,
         key=lambda mesh: (
-            math.log2(mesh["tensor"] * mesh["context"])
-            + abs(math.log2(mesh["fsdp"] / mesh["data"])) / 2
+            math.log2(mesh.tensor * mesh.context) + abs(math.log2(mesh.fsdp / mesh.data)) / 2
         ),
     )
 
@@ -171,7 +170,7 @@ def _search(config: Config, vocab_size: int, target: Target) -> int:
         )
     tried = []
     for mesh in tqdm(found[:_TRIED], desc="compiling", unit="mesh"):
-        meshed = _with(config, {f"mesh.{axis}": size for axis, size in mesh.items()})
+        meshed = dataclasses.replace(config, mesh=mesh)
         program = _compiled(meshed, vocab_size, target, evaluation=False)
         tried.append((program, estimate_of(meshed, vocab_size, target, program)))
     print(ranking(target, tried, len(found)), flush=True)

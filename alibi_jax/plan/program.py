@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from alibi_jax.config import Config
+from alibi_jax.config import Config, Mesh
+from alibi_jax.distributed.sharding import axis_size
 from alibi_jax.evaluation.scoring import Scorer
 from alibi_jax.plan.costs import bytes_on_device
 from alibi_jax.plan.hlo import Collective, collectives
@@ -24,7 +25,7 @@ class Program:
     has the compiler's words, and what follows is empty.
     """
 
-    mesh: dict[str, int]
+    mesh: Mesh
     parameters: int
     optimizer: int
     num_params: int
@@ -52,7 +53,7 @@ def compile_step(
         (train.batch_size, train.length), np.int32, sharding=trainer.batch_sharding
     )
     program = Program(
-        dict(mesh.shape),
+        Mesh(**mesh.shape),
         bytes_on_device(params),
         bytes_on_device(trainer.abstract_state.optimizer),
         sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params)),
@@ -104,10 +105,10 @@ def kept_activations(trainer: Trainer, batch: jax.ShapeDtypeStruct) -> int:
         return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     rows = batch.shape[0] // trainer.config.train.accumulation
-    shape = trainer.mesh.shape
     # The difference, for the parameters are kept too, of however many rows. These are split as the
     # batch and the sequence are; heads and feed-forward further.
-    return (kept(2 * rows) - kept(rows)) // (shape["data"] * shape["fsdp"] * shape["context"])
+    shards = axis_size(trainer.mesh, "batch") * axis_size(trainer.mesh, "sequence")
+    return (kept(2 * rows) - kept(rows)) // shards
 
 
 def _asked_for(refusal: str) -> int:

@@ -1,5 +1,7 @@
 """A plan in words and numbers."""
 
+import dataclasses
+
 from alibi_jax.config import Config
 from alibi_jax.flops import step_flops
 from alibi_jax.plan.costs import Roofline
@@ -131,7 +133,7 @@ def ranking(
 
 
 def _mesh(program: Program) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in program.mesh.items())
+    return " x ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(program.mesh).items())
 
 
 def _tera(number: float) -> str:

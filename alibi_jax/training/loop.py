@@ -73,7 +73,7 @@ def train(config: Config, workdir: pathlib.Path, profile: str = "") -> int:
     """
     config.check()
     traced = parse_steps(profile)
-    mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh))
+    mesh = sharding.make_mesh(config.mesh)
     check_fits(config, mesh)
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file: give a folder, or a new name")

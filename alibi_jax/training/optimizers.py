@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from alibi_jax.checkpoints.migrations import dotted
-from alibi_jax.config import Optimizer
+from alibi_jax.checkpoints.migrations import dotted_name
+from alibi_jax.config import OPTIMIZERS, Optimizer
 from alibi_jax.model.layer_stack import is_stacked
 
 
@@ -17,17 +17,26 @@ def make_schedule(config: Optimizer, steps: int) -> optax.Schedule:
 
     The decay ends at `learning_rate * final_fraction` on step `steps`.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak, warmup = config.learning_rate, clipped_warmup(config, steps)
+    decay_steps = max(1, steps - warmup)
     after: optax.Schedule
     if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(peak, steps - warmup, config.final_fraction)
+        after = optax.cosine_decay_schedule(peak, decay_steps, config.final_fraction)
     elif config.schedule == "linear":
-        after = optax.linear_schedule(peak, peak * config.final_fraction, steps - warmup)
+        after = optax.linear_schedule(peak, peak * config.final_fraction, decay_steps)
     else:
         after = optax.constant_schedule(peak)
     # From peak/(warmup+1) rather than 0, so that the first step already moves.
     ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     return optax.join_schedules([ramp, after], [warmup]) if warmup else after
+
+
+def clipped_warmup(config: Optimizer, steps: int) -> int:
+    """The steps over which the rate rises: `warmup_steps`, but no more than a decaying run has.
+
+    A constant schedule keeps its warm-up whole, since such a run may be resumed with more steps.
+    """
+    return config.warmup_steps if config.schedule == "constant" else min(config.warmup_steps, steps)
 
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
@@ -38,23 +47,20 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
     though those of heads have two axes. Parameters of layers are stacked, and each layer's are
     treated as a matrix, or a vector, of its own.
     """
-    directions = {
-        "adamw": lambda: optax.scale_by_adam(config.beta1, config.beta2),
-        "sgd": lambda: optax.trace(config.momentum, nesterov=True),
-        "adafactor": lambda: optax.chain(
-            optax.scale_by_factored_rms(), optax.stateless(_clip_by_rms)
-        ),
-    }
+    choice = OPTIMIZERS[config.name]
+    direction = choice.direction(config)
+    if choice.clips_updates:
+        direction = optax.chain(direction, optax.stateless(_clip_by_rms))
 
     def is_matrix(path: Any, x: Any) -> bool:
-        return x.ndim - is_stacked(path) > 1 and not dotted(path).endswith("bias")
+        return x.ndim - is_stacked(path) > 1 and not dotted_name(path).endswith("bias")
 
     def matrices(params: Any) -> Any:
         return jax.tree.map_with_path(is_matrix, params)
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        directions[config.name](),
+        direction,
         optax.add_decayed_weights(config.weight_decay, mask=matrices),
         optax.scale_by_learning_rate(make_schedule(config, steps)),
     )

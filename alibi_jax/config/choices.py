@@ -1,0 +1,116 @@
+"""What can be chosen by name, with what the rest of the code must know of each choice.
+
+One record a choice: the checks of the configuration, the model, the optimizer, the FLOPs and the
+plans all read it here, so that a new choice is added in one place.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionChoice:
+    """What the configuration must know of a position method; `positions.METHODS` makes it."""
+
+    # The method adds to the token embeddings, before all layers, and does nothing in a layer.
+    embeds: bool = False
+    # The method works on pairs of features of a head, or of the whole width.
+    pairs_in_head: bool = False
+    pairs_in_width: bool = False
+    # The rescalings for inputs longer than the training length that the method has.
+    rescalings: tuple[str, ...] = ()
+
+
+POSITIONS = {
+    "alibi": PositionChoice(rescalings=("linear",)),
+    "alibi_learned": PositionChoice(rescalings=("linear",)),
+    "sinusoidal": PositionChoice(embeds=True, pairs_in_width=True),
+    "learned": PositionChoice(embeds=True),
+    "shape": PositionChoice(embeds=True, pairs_in_width=True),
+    "randomized": PositionChoice(embeds=True, pairs_in_width=True),
+    "rotary": PositionChoice(pairs_in_head=True, rescalings=("linear", "ntk", "yarn")),
+    "rotary_truncated": PositionChoice(pairs_in_head=True),
+    "xpos": PositionChoice(pairs_in_head=True),
+    "transformer_xl": PositionChoice(pairs_in_width=True),
+    "t5": PositionChoice(),
+    "kerple_log": PositionChoice(),
+    "kerple_power": PositionChoice(),
+    "sandwich": PositionChoice(),
+    "fire": PositionChoice(),
+    "fox": PositionChoice(),
+    "none": PositionChoice(),
+}
+
+# The position methods that each rescaling applies to.
+RESCALINGS: dict[str, tuple[str, ...]] = {"none": tuple(POSITIONS)} | {
+    rescaling: tuple(name for name, choice in POSITIONS.items() if rescaling in choice.rescalings)
+    for rescaling in ("linear", "ntk", "yarn")
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationChoice:
+    """The activation of a feed-forward layer."""
+
+    function: Callable[[Array], Array]
+    # A gated unit multiplies the activation with a second projection of the input.
+    gated: bool = False
+
+
+ACTIVATIONS = {
+    "relu": ActivationChoice(jax.nn.relu),
+    "gelu": ActivationChoice(jax.nn.gelu),
+    "silu": ActivationChoice(jax.nn.silu),
+    "swiglu": ActivationChoice(jax.nn.silu, gated=True),
+    "geglu": ActivationChoice(jax.nn.gelu, gated=True),
+}
+
+# The name that the outputs of projections have where `jax.checkpoint` decides what to keep.
+PROJECTION = "projection"
+
+
+@dataclasses.dataclass(frozen=True)
+class RematChoice:
+    """What the backward pass keeps of a layer's forward pass, and what it computes again."""
+
+    # The names of the arrays to keep besides the layer's input; None: JAX keeps all it needs.
+    keeps: tuple[str, ...] | None
+    recomputes_attention: bool
+    recomputes_projections: bool
+
+
+REMATS = {
+    "none": RematChoice(None, False, False),
+    "projections": RematChoice((PROJECTION,), True, False),
+    "full": RematChoice((), True, True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerChoice:
+    """The direction of an optimizer's step; decay, rate and clipping are the same for all."""
+
+    # Makes the direction from the section `optimizer` of the configuration.
+    direction: Callable[[Any], optax.GradientTransformation]
+    # Each layer's update has a root mean square of at most 1 (Shazeer & Stern 2018, section 6).
+    clips_updates: bool = False
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerChoice(lambda config: optax.scale_by_adam(config.beta1, config.beta2)),
+    "sgd": OptimizerChoice(lambda config: optax.trace(config.momentum, nesterov=True)),
+    "adafactor": OptimizerChoice(lambda config: optax.scale_by_factored_rms(), clips_updates=True),
+}
+
+NORMS = ("layernorm", "rmsnorm")
+INITIALIZATIONS = ("scaled", "fairseq")
+DTYPES = ("float32", "bfloat16", "float16")
+# The datasets that are read from `data.path`.
+FROM_PATH = ("text", "wikitext")
+TOKENIZERS = ("bytes", "bpe", "words")
+SCHEDULES = ("cosine", "linear", "constant")
