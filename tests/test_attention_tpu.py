@@ -1,5 +1,4 @@
 import functools
-import importlib
 import math
 
 import jax
@@ -9,11 +8,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from alibi_jax.attention.reach import KeyBlocks
+from alibi_jax.attention.tpu import attention as tpu_attention
 from alibi_jax.attention.tpu import grid
 from alibi_jax.attention.tpu.attention import pallas_tpu
-
-# The package gives its function the name of its module.
-module = importlib.import_module("alibi_jax.attention.tpu.attention")
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -39,14 +36,14 @@ def arrays(length=200, key_length=None, batch=1, heads=2, kv_heads=None, size=32
 
 
 def every_block(query, key, block=BLOCK):
-    """All key blocks for every query block: what is unseen, the kernel has to mask."""
+    """All key blocks for every query block: the kernel itself must mask the invisible keys."""
     shape = (query.shape[0], query.shape[2], -(-query.shape[1] // block))
     count = -(-key.shape[1] // block)
     return KeyBlocks(jnp.zeros(shape, jnp.int32), jnp.full(shape, count, jnp.int32))
 
 
 def oracle(query, key, value, slopes, cotangent, blocks, *, causal, offset, window, ids):
-    """Output and all gradients in numpy and float64: every score at once."""
+    """Output and all gradients in numpy and float64, computed from the full score matrix."""
     query, key, value, slopes, cotangent = (
         np.asarray(x, np.float64) for x in (query, key, value, slopes, cotangent)
     )
@@ -55,20 +52,20 @@ def oracle(query, key, value, slopes, cotangent, blocks, *, causal, offset, wind
     wide_key, wide_value = np.repeat(key, groups, axis=2), np.repeat(value, groups, axis=2)
     relative = offset + np.arange(length)[:, None] - np.arange(key_length)
     distance = np.abs(relative)
-    seen = np.broadcast_to(relative >= 0 if causal else True, (batch, heads, length, key_length))
+    visible = np.broadcast_to(relative >= 0 if causal else True, (batch, heads, length, key_length))
     if window is not None:
-        seen = seen & (distance < window)
+        visible = visible & (distance < window)
     if ids is not None:
-        of_queries, of_keys = (np.asarray(x) for x in ids)
-        same = (of_queries[:, :, None] == of_keys[:, None]) & (of_keys != 0)[:, None]
-        seen = seen & same[:, None]
+        query_ids, key_ids = (np.asarray(x) for x in ids)
+        same_segment = (query_ids[:, :, None] == key_ids[:, None]) & (key_ids != 0)[:, None]
+        visible = visible & same_segment[:, None]
     first, stop = (np.repeat(x, BLOCK, axis=-1)[..., :length, None] for x in blocks)
     key_block = np.arange(key_length) // BLOCK
-    seen = seen & (first <= key_block) & (key_block < stop)
+    visible = visible & (first <= key_block) & (key_block < stop)
     scores = np.einsum("btnh,bsnh->bnts", query, wide_key) / math.sqrt(size)
-    scores = np.where(seen, scores - slopes[:, None, None] * distance, -np.inf)
-    top = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
+    scores = np.where(visible, scores - slopes[:, None, None] * distance, -np.inf)
+    row_max = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(row_max), row_max, 0.0))
     total = weights.sum(-1, keepdims=True)
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
     output = np.einsum("bnts,bsnh->btnh", weights, wide_value)
@@ -85,33 +82,33 @@ def oracle(query, key, value, slopes, cotangent, blocks, *, causal, offset, wind
     )
 
 
-def attend(*arrays, ids, block=BLOCK, interpret=True, **how):
+def attend(*arrays, ids, block=BLOCK, interpret=True, **options):
     query_ids, key_ids = ids or (None, None)
-    sides = {"query_segment_ids": query_ids, "key_segment_ids": key_ids}
-    return pallas_tpu(*arrays, block=block, interpret=interpret, **sides, **how)
+    segment_ids = {"query_segment_ids": query_ids, "key_segment_ids": key_ids}
+    return pallas_tpu(*arrays, block=block, interpret=interpret, **segment_ids, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "window", "interpret"))
-def run(query, key, value, slopes, cotangent, blocks, **how):
-    """Output and all gradients of the kernel; the offset is traced."""
+def run(query, key, value, slopes, cotangent, blocks, **options):
+    """Output and all gradients of the kernel, with a traced offset."""
     output, pull = jax.vjp(
-        lambda *arrays: attend(*arrays, blocks, **how), query, key, value, slopes
+        lambda *arrays: attend(*arrays, blocks, **options), query, key, value, slopes
     )
     return output, *pull(cotangent.astype(output.dtype))
 
 
-def assert_is_oracle(inputs, blocks=None, tolerance=1e-5, interpret=True, **how):
-    """Output and gradients, each to a tolerance relative to its greatest number."""
+def assert_is_oracle(inputs, blocks=None, tolerance=1e-5, interpret=True, **options):
+    """Compares output and gradients; the tolerance is relative to each array's maximum, or 1."""
     blocks = every_block(*inputs[:2]) if blocks is None else blocks
-    actual = run(*inputs, blocks, interpret=interpret, **PLAIN | how)
-    expected = oracle(*inputs, blocks, **PLAIN | how)
-    for one, other in zip(actual, expected, strict=True):
-        assert one.shape == other.shape
-        scale = max(np.abs(other).max(), 1.0)
-        np.testing.assert_allclose(np.asarray(one, np.float64), other, atol=tolerance * scale)
+    actual = run(*inputs, blocks, interpret=interpret, **PLAIN | options)
+    expected = oracle(*inputs, blocks, **PLAIN | options)
+    for x, wanted in zip(actual, expected, strict=True):
+        assert x.shape == wanted.shape
+        scale = max(np.abs(wanted).max(), 1.0)
+        np.testing.assert_allclose(np.asarray(x, np.float64), wanted, atol=tolerance * scale)
 
 
-# Against the oracle.
+# Comparison with the oracle.
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 192, 200, 257])
@@ -126,7 +123,7 @@ def test_d9_d4_the_queries_are_the_last_of_the_keys(length, key_length):
 
 @pytest.mark.parametrize("window", [100, 255])
 def test_window(window):
-    """Narrower than a block, and one short of the furthest key of the block before."""
+    """One narrower than a block, one that ends just before the previous block's first key."""
     assert_is_oracle(arrays(450), window=window)
 
 
@@ -137,7 +134,7 @@ def test_both_directions_within_a_window():
 SEGMENTS = np.repeat([[3, 1, 0, 2, 0], [1, 2, 3, 4, 5]], [30, 100, 50, 60, 17], axis=1)
 
 
-def test_segments_and_padding_that_sees_nothing():
+def test_segments_and_padding():
     ids = jnp.asarray(SEGMENTS, jnp.int32)
     assert_is_oracle(arrays(257, batch=2), ids=(ids, ids))
 
@@ -148,7 +145,7 @@ def test_both_directions_segments_grouped_keys_and_values_of_another_size():
     assert_is_oracle(inputs, causal=False, offset=60, ids=tuple(ids))
 
 
-# Queries of 4 blocks: no block of keys, one, all but the first, and every one.
+# Per block of queries: no block of keys, one, all but the first, or all.
 RANGES = KeyBlocks(
     jnp.asarray([[[2, 1, 1, 0], [0, 0, 2, 4]]], jnp.int32),
     jnp.asarray([[[2, 2, 3, 4], [1, 0, 3, 4]]], jnp.int32),
@@ -166,9 +163,9 @@ def test_bfloat16():
 
 
 def test_rows_and_spans_that_do_not_fit_at_once(monkeypatch):
-    """Two rows a launch forward; backward the three of a key head, two of four query blocks."""
-    monkeypatch.setattr(grid, "_MAX_WORDS", 32)
-    monkeypatch.setattr(module, "_SPAN_BYTES", 2 * BLOCK * 32 * 4)
+    """Forward launches take two rows. Backward ones take a key head's three, in two spans."""
+    monkeypatch.setattr(grid, "_MAX_STEPS", 32)
+    monkeypatch.setattr(tpu_attention, "_SPAN_BYTES", 2 * BLOCK * 32 * 4)
     inputs = arrays(450, batch=2, heads=6, kv_heads=2)
     assert_is_oracle(inputs, KeyBlocks(*(jnp.tile(x, (2, 3, 1)) for x in RANGES)))
 
@@ -183,7 +180,7 @@ def test_a_simulated_tpu(segments):
 
 
 def test_b1_weights_fall_towards_the_past():
-    """With no products the last row is its biases' softmax; the values read the weights."""
+    """Queries of 0 make the weights a softmax of the biases; one-hot values read them out."""
     query = jnp.zeros((1, 4, 2, 64))
     value = jnp.broadcast_to(jnp.eye(4)[None, :, None], (1, 4, 2, 4))
     slopes = jnp.asarray([0.5, 1 / 256])
@@ -204,26 +201,26 @@ def test_skipped_keys_are_not_read():
     np.testing.assert_array_equal(out[:, :128], 0.0)
 
 
-def test_c4_d3_what_is_not_seen_changes_nothing():
-    """Bit for bit, gradients too; padding gets zeros, and its queries give none."""
+def test_c4_d3_invisible_keys_change_nothing():
+    """Output and gradients are equal bit for bit, and those of padding are zero."""
     query, key, value, slopes, cotangent = arrays(257, batch=2)
     ids = jnp.asarray(SEGMENTS, jnp.int32)
     padding = SEGMENTS == 0
-    how = PLAIN | {"ids": (ids, ids)}
+    options = PLAIN | {"ids": (ids, ids)}
     blocks = every_block(query, key)
-    one = run(query, key, value, slopes, cotangent, blocks, **how)
-    others = [jnp.where(padding[..., None, None], 100.0, x) for x in (query, key, value)]
-    other = run(*others, slopes, cotangent, blocks, **how)
-    for x, y in zip(one, other, strict=True):
+    results = run(query, key, value, slopes, cotangent, blocks, **options)
+    changed = [jnp.where(padding[..., None, None], 100.0, x) for x in (query, key, value)]
+    changed_results = run(*changed, slopes, cotangent, blocks, **options)
+    for x, y in zip(results, changed_results, strict=True):
         np.testing.assert_array_equal(x, y)
-    for x in one[:4]:
+    for x in results[:4]:
         np.testing.assert_array_equal(np.asarray(x)[padding], 0.0)
 
 
-# What is asked for.
+# Gradients on request, precision, and refused blocks.
 
 
-def test_slopes_have_a_gradient_only_where_it_is_asked_for():
+def test_the_gradient_of_slopes_is_computed_only_on_request():
     query, key, value, slopes, _ = arrays(64)
     blocks = every_block(query, key)
 
@@ -238,7 +235,7 @@ def test_slopes_have_a_gradient_only_where_it_is_asked_for():
 
 
 def test_products_of_float32_are_float32():
-    """Unless it is asked for, a TPU rounds what it multiplies to bfloat16."""
+    """By default a TPU rounds the factors of a product to bfloat16."""
     query, key, value, slopes, _ = arrays(64)
     blocks = every_block(query, key)
 

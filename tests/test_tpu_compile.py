@@ -1,6 +1,7 @@
-"""Compiles for TPUs that are not there: libtpu can, on any machine with Linux.
+"""Compilation for TPUs without a TPU: libtpu compiles on any machine with Linux.
 
-In a process of its own, for libtpu reads the environment when it is loaded, and writes a lock.
+Each compilation runs in a process of its own, because libtpu reads the environment when it is
+loaded, and writes a lock.
 """
 
 import json
@@ -19,17 +20,17 @@ import json, sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
-from alibi_jax.attention.pallas_tpu import pallas_tpu
 from alibi_jax.attention.reach import KeyBlocks
+from alibi_jax.attention.tpu.attention import pallas_tpu
 
 def compiled(chip, length, gradient, dtype, size, segments):
     device = topologies.get_topology_desc(chip, platform="tpu").devices[0]
-    of = lambda shape, dtype: jax.ShapeDtypeStruct(
+    struct = lambda shape, dtype: jax.ShapeDtypeStruct(
         shape, dtype, sharding=SingleDeviceSharding(device)
     )
-    x = of((1, length, {HEADS}, size), dtype)
-    ranges = of((1, {HEADS}, -(-length // {BLOCK})), jnp.int32)
-    ids = of((1, length), jnp.int32) if segments else None
+    x = struct((1, length, {HEADS}, size), dtype)
+    ranges = struct((1, {HEADS}, -(-length // {BLOCK})), jnp.int32)
+    ids = struct((1, length), jnp.int32) if segments else None
 
     def attend(query, key, value, slopes, blocks, ids):
         return pallas_tpu(
@@ -41,7 +42,7 @@ def compiled(chip, length, gradient, dtype, size, segments):
         return (attend(*inputs).astype(jnp.float32) ** 2).sum()
 
     function = jax.grad(loss, (0, 1, 2, 3)) if gradient else attend
-    inputs = x, x, x, of(({HEADS},), jnp.float32), KeyBlocks(ranges, ranges), ids
+    inputs = x, x, x, struct(({HEADS},), jnp.float32), KeyBlocks(ranges, ranges), ids
     return jax.jit(function).lower(*inputs).compile()
 
 for case in json.loads(sys.argv[1]):
@@ -79,8 +80,8 @@ from alibi_jax.distributed.sharding import make_mesh
 devices = topologies.get_topology_desc("v5e:4x4", platform="tpu", num_slices=2).devices
 mesh = make_mesh(Mesh(data=4, fsdp=2, context=2, tensor=2), devices=devices)
 assert len(set(mesh.devices.flat)) == 32
-of_row = [{device.slice_index for device in row.flat} for row in mesh.devices]
-print(dict(mesh.shape), of_row)
+slices = [{device.slice_index for device in row.flat} for row in mesh.devices]
+print(dict(mesh.shape), slices)
 try:
     make_mesh(Mesh(data=1, fsdp=-1), devices=devices)
 except ValueError as error:
@@ -94,7 +95,7 @@ from alibi_jax.config import Config, Mesh, Model, Train
 from alibi_jax import plan as plans
 from alibi_jax.plan import program
 
-# 384 tokens: no size of the model is that.
+# No size of the model is 384, so that 384 in a shape is a sequence length.
 model = Model(num_layers=6, width=512, num_heads=8, dtype="bfloat16", remat="full")
 config = Config(model=model, train=Train(length=384, batch_size=64))
 texts = []
@@ -130,10 +131,10 @@ print("CODE", plans.plan(config, "v5e:2x2"))
 
 
 def printed(code, *arguments):
-    """What a process of its own prints."""
+    """The output of a process of its own that runs `code`."""
     environment = {
         "JAX_PLATFORMS": "cpu",
-        # No machine to ask what it is, and other processes that compile at the same time.
+        # There is no TPU host to query, and other processes may use libtpu at the same time.
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
@@ -149,22 +150,23 @@ def printed(code, *arguments):
 
 
 def temporaries(cases):
-    """Bytes of each case's temporary arrays on the chip."""
+    """Bytes of temporary arrays on the chip, per case."""
     return [int(line) for line in printed(CODE, json.dumps(cases)).split()]
 
 
 def check(cases):
-    """All compile, with temporary arrays of at most 2560 bytes a query and head.
+    """Checks that all compile, with temporary arrays of at most 2560 bytes per query and head.
 
-    A gradient's row is 512 bytes, float32 in 128 lanes. Those of keys and values are there twice
-    while a span of queries is added; beside them are that of queries, and inputs by heads.
+    A row of a gradient takes 512 bytes: 128 lanes of float32. The gradients of keys and values
+    exist twice while a span of queries is added. The other temporaries are the gradient of the
+    queries, and the inputs transposed to heads first.
     """
     for (_, length, *_), used in zip(cases, temporaries(cases), strict=True):
         assert used <= 2560 * length * HEADS
 
 
 def test_b11_gradients_take_memory_linear_in_the_length():
-    """At 8192 one head's scores alone would be 256 MiB, against 160 MiB for all eight."""
+    """At 8192 the scores of one head would take 256 MiB; the bound is 160 MiB for all eight."""
     check(
         [
             ("v5e:2x2", 8192, True, "bfloat16", 64, False),
@@ -173,25 +175,25 @@ def test_b11_gradients_take_memory_linear_in_the_length():
     )
 
 
-def test_a_plan_for_a_pod_that_is_not_there():
+def test_a_plan_for_an_absent_pod():
     text = printed(PLAN)
     assert "plan for v5e:2x2: data 2 x fsdp 2 x context 1 x tensor 1" in text
     assert "reduce-scatter     among    2" in text
     assert "fits: " in text
     assert "ESTIMATE" in text
-    # Of six layers in a loop, each gathers its weights, and again to be computed again.
+    # Each of the six layers in the loop gathers its weights twice: rematerialisation repeats it.
     assert int(text.split("all-gather         among    2:")[1].split()[0]) >= 12
     assert text.endswith("SQUARES []")
 
 
 def test_an_adaptive_model_planned_for_a_v4():
-    """A chip's two cores are one device, as they are where it runs."""
+    """The two cores of a v4 chip are one device, as at run time."""
     text = printed(ADAPTIVE)
     assert "plan for v4:2x2x1: data 1 x fsdp 2 x context 1 x tensor 2" in text
     assert "% of the 32 GiB of a TPU v4" in text
 
 
-def test_a_run_that_does_not_fit_is_told_what_would():
+def test_a_plan_that_does_not_fit_names_one_that_does():
     text = printed(TOO_LARGE)
     refused, _, remedied = text.partition("it fits with --config.train.accumulation=")
     assert "DOES NOT FIT: RESOURCE_EXHAUSTED" in refused
@@ -201,7 +203,7 @@ def test_a_run_that_does_not_fit_is_told_what_would():
 
 
 def test_slices_are_replicas():
-    """What goes over the slow network between them is the sum of gradients alone."""
+    """Only the sum of gradients crosses the slow network between slices."""
     mesh, refused = printed(SLICES).splitlines()
     sizes = {"data": 4, "fsdp": 2, "context": 2, "tensor": 2}
     assert mesh == f"{sizes} {[{0}, {0}, {1}, {1}]}"
@@ -209,7 +211,7 @@ def test_slices_are_replicas():
 
 
 def test_a_sharded_training_step_uses_the_kernels():
-    """Rows split over two chips and heads over two; slopes are numbers though no chip is here."""
+    """Rows are sharded over two chips, heads over two; slopes are concrete without a chip."""
     assert printed(STEP, "alibi") == "['forward', 'backward']"
 
 

@@ -1,7 +1,7 @@
-"""Attention with linear biases as kernels for TPUs, one forward and one backward."""
+"""Attention with linear biases on TPUs: one forward and one backward kernel."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,15 +10,23 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from alibi_jax.attention.reach import KeyBlocks
-from alibi_jax.attention.tpu.grid import make_grid, rows_per_call
-from alibi_jax.attention.tpu.kernels import LANES, ONES, Call, backward_kernel, forward_kernel
+from alibi_jax.attention.tpu.grid import make_grid, rows_per_launch
+from alibi_jax.attention.tpu.kernels import (
+    LANES,
+    ONES_COLUMNS,
+    KernelConfig,
+    StepIndices,
+    backward_kernel,
+    forward_kernel,
+)
 from alibi_jax.attention.tpu.launch import Operand, launch
 
 _MAX_BLOCK = 512
-# The gradient of the queries stays in VMEM while the keys pass by; longer, it comes in spans.
+# The gradient of the queries stays in VMEM while the kernel passes over the keys. Queries whose
+# gradient is larger are taken in several spans.
 _SPAN_BYTES = 1 << 22
-# `KeyBlocks`, [rows, query_blocks] each.
-_Blocks = tuple[Array, ...]
+# The arrays of a `KeyBlocks`, each [rows, query_blocks].
+_KeyRanges = tuple[Array, ...]
 
 
 def pallas_tpu(
@@ -36,18 +44,19 @@ def pallas_tpu(
     block: int,
     interpret: Any = False,
 ) -> Float[Array, "B T N V"]:
-    """Softmax(query · key / sqrt(H) − m·|i−j|) · value over the key blocks given.
+    """Softmax(query · key / sqrt(H) − m·|i−j|) · value over the key blocks in `blocks`.
 
-    Bfloat16 or float32 in, the dtype of `query` out; biases, scores and softmax are float32, and
-    so are products of float32. Query t stands at key i = `offset` + t, which may be traced.
-    Visible are keys j ≤ i where causal, with |i−j| < `window`, of the same segment (0: of none);
-    of these, those in `blocks`, of `block` queries and as many keys. Rows that see nothing are
-    zeros, and so are their gradients. K divides N; lengths need not be multiples of the block.
-    Gradients for query, key, value and slopes. Memory is linear in the lengths. `interpret` is
-    as `pallas_call` has it.
+    Inputs are bfloat16 or float32, the output has the dtype of `query`. Biases, scores and softmax
+    are float32, and so are products of float32. Query t stands at key index i = `offset` + t;
+    the offset may be traced. A query sees the keys that meet all of these conditions: j ≤ i if
+    `causal`, |i−j| < `window`, the same segment id (0 is no segment), and a block of `blocks`.
+    A block holds `block` queries or `block` keys. A row that sees nothing is zero, and so are its
+    gradients. K divides N. Lengths need not be multiples of the block. Query, key, value and
+    slopes have gradients. Memory is linear in the lengths. `interpret` is the argument of
+    `pallas_call`.
 
-    Raises ValueError for a block other than 128, 256, 384 and 512, and for lengths that make
-    more blocks than a schedule holds.
+    Raises ValueError for a block other than 128, 256, 384 and 512, and for lengths whose blocks
+    do not fit a kernel's grid.
 
     Press et al. 2021, "Train Short, Test Long", section 3; Dao et al. 2022 (FlashAttention),
     algorithms 1 and 4.
@@ -55,64 +64,68 @@ def pallas_tpu(
     if block not in range(LANES, _MAX_BLOCK + 1, LANES):
         raise ValueError(f"block={block}: give 128, 256, 384 or 512, a multiple of a TPU's lanes")
     (batch, length, num_heads, size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
-    spans, span = _spans(length, size, block)
-    call = Call(
+    num_spans, blocks_per_span = _spans(length, size, block)
+    config = KernelConfig(
         causal=causal,
         window=window,
         block=block,
-        span=span,
+        blocks_per_span=blocks_per_span,
         key_length=key_length,
         num_heads=num_heads,
         heads_per_key=num_heads // num_kv_heads,
         interpret=interpret,
     )
-    whole = call.span * spans
+    query_blocks = blocks_per_span * num_spans
 
-    def in_rows(x: Array, multiple: int) -> Array:
+    def as_rows(x: Array, multiple: int) -> Array:
         x = _pad(x, 1, multiple).swapaxes(1, 2)
         return x.reshape(-1, *x.shape[2:])
 
     ids = None
     if query_segment_ids is not None and key_segment_ids is not None:
-        sides = (query_segment_ids, whole * block), (key_segment_ids, block)
-        ids = tuple(_pad(x, 1, multiple)[:, None] for x, multiple in sides)
+        ids = (
+            _pad(query_segment_ids, 1, query_blocks * block)[:, None],
+            _pad(key_segment_ids, 1, block)[:, None],
+        )
     out = _attend(
-        call,
-        in_rows(query, whole * block),
-        in_rows(key, block),
-        in_rows(value, block),
+        config,
+        as_rows(query, query_blocks * block),
+        as_rows(key, block),
+        as_rows(value, block),
         slopes.astype(jnp.float32),
-        tuple(_pad(x, 2, whole).reshape(batch * num_heads, -1) for x in blocks),
+        tuple(_pad(x, 2, query_blocks).reshape(batch * num_heads, -1) for x in blocks),
         jnp.asarray(offset, jnp.int32),
         ids,
     )
-    out = out.reshape(batch, num_heads, -1, whole * block)[..., :length]
+    out = out.reshape(batch, num_heads, -1, query_blocks * block)[..., :length]
     return out.transpose(0, 3, 1, 2)
 
 
 def pallas_refusal(query: Array, key: Array, value: Array, block: int) -> str:
-    """Why `pallas_tpu` does not take such arrays; nothing where it does."""
+    """The reason why `pallas_tpu` does not take these arrays; empty if it does."""
     if (
         query.dtype not in (jnp.float32, jnp.bfloat16)
         or not query.dtype == key.dtype == value.dtype
     ):
         return f"takes float32 or bfloat16, not {query.dtype}, {key.dtype} and {value.dtype}"
     (batch, length, num_heads, size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
-    rows, key_blocks = batch * num_heads, -(-key_length // block)
-    spans, span = _spans(length, size, block)
+    num_rows, key_blocks = batch * num_heads, -(-key_length // block)
+    num_spans, blocks_per_span = _spans(length, size, block)
     try:
-        rows_per_call(rows, spans * span, key_blocks)
-        rows_per_call(rows, key_blocks, span, together=num_heads // num_kv_heads)
+        rows_per_launch(num_rows, num_spans * blocks_per_span, key_blocks)
+        rows_per_launch(
+            num_rows, key_blocks, blocks_per_span, multiple_of=num_heads // num_kv_heads
+        )
     except ValueError as error:
-        return f"does not hold them: {error}"
+        return f"does not take arrays of these lengths: {error}"
     return ""
 
 
 def _spans(length: int, size: int, block: int) -> tuple[int, int]:
-    """How many spans of queries, and of how many blocks, so that a span's gradient fits VMEM."""
+    """The number of spans, and of query blocks per span, so that a span's gradient fits VMEM."""
     query_blocks = -(-length // block)
-    spans = -(-query_blocks * block * size * 4 // _SPAN_BYTES)
-    return spans, -(-query_blocks // spans)
+    num_spans = -(-query_blocks * block * size * 4 // _SPAN_BYTES)
+    return num_spans, -(-query_blocks // num_spans)
 
 
 def _pad(x: Array, axis: int, multiple: int) -> Array:
@@ -120,24 +133,31 @@ def _pad(x: Array, axis: int, multiple: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, *arrays: Any) -> Array:
-    """From query [rows, T, H], rows B·N, key and value [B·K, S, H or V] to [rows, V, T]."""
-    return _forward(call, *arrays)[0]
+def _attend(config: KernelConfig, *arrays: Any) -> Array:
+    """The output, [rows, V, T], of query [rows, T, H] and key and value [B·K, S, H or V].
+
+    There are B·N rows.
+    """
+    return _forward(config, *arrays)[0]
 
 
-def _attend_forward(call: Call, *primals: Any) -> tuple[Array, tuple[Any, ...]]:
+def _attend_forward(config: KernelConfig, *primals: Any) -> tuple[Array, tuple[Any, ...]]:
     arrays = jax.tree.map(lambda primal: primal.value, primals)
-    out, logsumexp = _forward(call, *arrays)
-    # No array, but two trees that differ: whether the slopes' gradient is asked for.
-    asked = () if primals[3].perturbed else None
-    return out, (*arrays, out, logsumexp, asked)
+    out, logsumexp = _forward(config, *arrays)
+    # Residuals may hold only arrays. A boolean is therefore encoded in the tree's structure.
+    slopes_perturbed = () if primals[3].perturbed else None
+    return out, (*arrays, out, logsumexp, slopes_perturbed)
 
 
-def _attend_backward(call: Call, residuals: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
-    *arrays, out, logsumexp, asked = residuals
+def _attend_backward(
+    config: KernelConfig, residuals: tuple[Any, ...], d_out: Array
+) -> tuple[Any, ...]:
+    *arrays, out, logsumexp, slopes_perturbed = residuals
     delta = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(1, keepdims=True)
     statistics = jnp.concatenate([logsumexp, delta], axis=1)
-    gradients = _backward(call, tuple(arrays), d_out.swapaxes(1, 2), statistics, asked is not None)
+    gradients = _backward(
+        config, tuple(arrays), d_out.swapaxes(1, 2), statistics, slopes_perturbed is not None
+    )
     return *gradients, None, None, None
 
 
@@ -145,100 +165,112 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 
 def _forward(
-    call: Call,
+    config: KernelConfig,
     query: Array,
     key: Array,
     value: Array,
     slopes: Array,
-    blocks: _Blocks,
+    key_ranges: _KeyRanges,
     offset: Array,
     ids: Any,
 ) -> tuple[Array, Array]:
-    rows, length, size = query.shape
-    key_blocks, value_size = key.shape[1] // call.block, value.shape[2]
-    count = rows_per_call(rows, length // call.block, key_blocks)
-    value = jnp.pad(value, [(0, 0), (0, 0), (0, ONES)], constant_values=1)
+    num_rows, length, size = query.shape
+    key_blocks, value_size = key.shape[1] // config.block, value.shape[2]
+    chunk_size = rows_per_launch(num_rows, length // config.block, key_blocks)
+    value = jnp.pad(value, [(0, 0), (0, 0), (0, ONES_COLUMNS)], constant_values=1)
 
-    def rows_from(part: tuple[Array, _Blocks]) -> Sequence[Array]:
-        row, blocks = part
-        results = [
+    def launch_rows(first_row: Array, key_ranges: _KeyRanges) -> Any:
+        outputs = [
             Operand(
-                jax.ShapeDtypeStruct((count, features, length), dtype),
-                (None, features, call.block),
-                lambda at: (at.local, 0, at.query_block),
+                jax.ShapeDtypeStruct((chunk_size, features, length), dtype),
+                (None, features, config.block),
+                lambda indices: (indices.launch_row, 0, indices.query_block),
             )
             for features, dtype in ((value_size, query.dtype), (1, jnp.float32))
         ]
         return launch(
-            call,
+            config,
             forward_kernel,
-            make_grid(_active(blocks, key_blocks)),
-            jnp.stack([row, jnp.int32(0), offset]),
+            make_grid(_active_pairs(key_ranges, key_blocks)),
+            jnp.stack([first_row, jnp.int32(0), offset]),
             slopes,
-            [*_inputs(call, query, key, value), *_ids(call, ids)],
-            results,
-            scratch=[(1, call.block), (value_size + ONES, call.block)],
+            [*_qkv_operands(config, query, key, value), *_id_operands(config, ids)],
+            outputs,
+            scratch=[(1, config.block), (value_size + ONES_COLUMNS, config.block)],
             features=size + value_size,
         )
 
-    out, logsumexp = _in_parts(rows_from, count, blocks)
+    out, logsumexp = _map_row_chunks(launch_rows, chunk_size, key_ranges)
     return out, logsumexp
 
 
 def _backward(
-    call: Call,
+    config: KernelConfig,
     arrays: tuple[Any, ...],
     d_out: Array,
     statistics: Array,
     with_slopes: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
-    query, key, value, slopes, blocks, offset, ids = arrays
-    (rows, length, size), (_, key_length, value_size) = query.shape, value.shape
-    block, span, key_blocks = call.block, call.span, key_length // call.block
-    count = rows_per_call(rows, key_blocks, span, together=call.heads_per_key)
+    query, key, value, slopes, key_ranges, offset, ids = arrays
+    (num_rows, length, size), (_, key_length, value_size) = query.shape, value.shape
+    block, blocks_per_span = config.block, config.blocks_per_span
+    key_blocks = key_length // block
+    chunk_size = rows_per_launch(
+        num_rows, key_blocks, blocks_per_span, multiple_of=config.heads_per_key
+    )
     inputs = [
-        *_inputs(call, query, key, value),
-        _of_queries(call, d_out),
-        Operand(statistics, (None, 2, block), lambda at: (at.row, 0, at.query_block)),
+        *_qkv_operands(config, query, key, value),
+        _query_operand(config, d_out),
+        Operand(
+            statistics, (None, 2, block), lambda indices: (indices.row, 0, indices.query_block)
+        ),
     ]
 
-    def one_span(row: Array, sums: list[Array], part: tuple[Array, _Blocks]) -> Any:
-        start, blocks = part
-        shared = [
-            Operand(x, (None, block, x.shape[2]), lambda at: (at.local, at.key_block, 0))
-            for x in sums
+    def launch_span(
+        first_row: Array, d_key_value: list[Array], span: tuple[Array, _KeyRanges]
+    ) -> Any:
+        first_block, key_ranges = span
+        d_key_value_operands = [
+            Operand(
+                x,
+                (None, block, x.shape[2]),
+                lambda indices: (indices.launch_row, indices.key_block, 0),
+            )
+            for x in d_key_value
         ]
-        results = [_whole_row(count, span, size, block), *shared]
-        results += [_whole_row(count, 1, block)] * with_slopes
+        outputs = [_row_output(chunk_size, blocks_per_span, size, block), *d_key_value_operands]
+        outputs += [_row_output(chunk_size, 1, block)] * with_slopes
         d_query, d_key, d_value, *d_slopes = launch(
-            call,
+            config,
             backward_kernel,
-            make_grid(_active(blocks, key_blocks).swapaxes(1, 2)),
-            jnp.stack([row, start, offset]),
+            make_grid(_active_pairs(key_ranges, key_blocks).swapaxes(1, 2)),
+            jnp.stack([first_row, first_block, offset]),
             slopes,
-            [*inputs, *shared, *_ids(call, ids)],
-            results,
+            [*inputs, *d_key_value_operands, *_id_operands(config, ids)],
+            outputs,
             aliases={len(inputs): 1, len(inputs) + 1: 2},
             features=3 * size + 2 * value_size,
         )
         return [d_key, d_value], (d_query, [x.sum((1, 2)) for x in d_slopes])
 
-    def rows_from(part: tuple[Array, _Blocks]) -> Any:
-        row, blocks = part
-        sums = [
-            jnp.zeros((count, key_length, features), jnp.float32) for features in (size, value_size)
+    def launch_rows(first_row: Array, key_ranges: _KeyRanges) -> Any:
+        d_key_value = [
+            jnp.zeros((chunk_size, key_length, features), jnp.float32)
+            for features in (size, value_size)
         ]
-        starts = jnp.arange(0, length // block, span, dtype=jnp.int32)
-        spans = tuple(x.reshape(count, -1, span).swapaxes(0, 1) for x in blocks)
+        first_blocks = jnp.arange(0, length // block, blocks_per_span, dtype=jnp.int32)
+        span_ranges = tuple(
+            x.reshape(chunk_size, -1, blocks_per_span).swapaxes(0, 1) for x in key_ranges
+        )
         (d_key, d_value), (d_query, d_slopes) = jax.lax.scan(
-            functools.partial(one_span, row), sums, (starts, spans)
+            functools.partial(launch_span, first_row), d_key_value, (first_blocks, span_ranges)
         )
-        # From [spans, rows, span, H, block].
-        d_query = jnp.moveaxis(d_query, (1, 3), (0, 4)).reshape(count, length, size)
+        # The scan gives [spans, rows, blocks per span, H, block].
+        d_query = jnp.moveaxis(d_query, (1, 3), (0, 4)).reshape(chunk_size, length, size)
         d_key, d_value = (
-            x.reshape(-1, call.heads_per_key, *x.shape[1:]).sum(1) for x in (d_key, d_value)
+            x.reshape(-1, config.heads_per_key, *x.shape[1:]).sum(1) for x in (d_key, d_value)
         )
-        # Cast in each part, so that of all rows there are no arrays of float32.
+        # Each chunk is cast by itself, so that float32 arrays of all rows never exist.
         return (
             (d_query * size**-0.5).astype(query.dtype),
             (d_key * size**-0.5).astype(key.dtype),
@@ -246,55 +278,63 @@ def _backward(
             [x.sum(0) for x in d_slopes],
         )
 
-    *gradients, d_slopes = _in_parts(rows_from, count, blocks)
-    return *gradients, d_slopes[0].reshape(-1, call.num_heads).sum(0) if with_slopes else None
+    *gradients, d_slopes = _map_row_chunks(launch_rows, chunk_size, key_ranges)
+    return *gradients, d_slopes[0].reshape(-1, config.num_heads).sum(0) if with_slopes else None
 
 
-def _in_parts(launch: Callable[..., Any], count: int, blocks: _Blocks) -> Any:
-    """Rows `count` at a time, from the number of the first and the blocks of all of them."""
-    parts = jax.tree.map(lambda x: x.reshape(-1, count, x.shape[-1]), blocks)
-    starts = jnp.arange(0, len(blocks[0]), count, dtype=jnp.int32)
-    results = jax.lax.map(launch, (starts, parts))
+def _map_row_chunks(
+    function: Callable[[Array, _KeyRanges], Any], chunk_size: int, key_ranges: _KeyRanges
+) -> Any:
+    """Results of `function` over chunks of rows, joined.
+
+    `function` takes the index of a chunk's first row, and the chunk's key ranges.
+    """
+    chunks = jax.tree.map(lambda x: x.reshape(-1, chunk_size, x.shape[-1]), key_ranges)
+    first_rows = jnp.arange(0, len(key_ranges[0]), chunk_size, dtype=jnp.int32)
+    results = jax.lax.map(lambda chunk: function(*chunk), (first_rows, chunks))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
 
 
-def _active(blocks: _Blocks, key_blocks: int) -> Bool[Array, "rows query_blocks key_blocks"]:
-    first, stop = blocks
+def _active_pairs(
+    key_ranges: _KeyRanges, key_blocks: int
+) -> Bool[Array, "rows query_blocks key_blocks"]:
+    first, stop = key_ranges
     index = jnp.arange(key_blocks, dtype=jnp.int32)
     return (first[..., None] <= index) & (index < stop[..., None])
 
 
-def _inputs(call: Call, query: Array, key: Array, value: Array) -> list[Operand]:
-    of_keys = [
-        Operand(
-            x,
-            (None, call.block, x.shape[2]),
-            lambda at: (jax.lax.div(at.row, np.int32(call.heads_per_key)), at.key_block, 0),
-        )
-        for x in (key, value)
-    ]
-    return [_of_queries(call, query), *of_keys]
+def _qkv_operands(config: KernelConfig, query: Array, key: Array, value: Array) -> list[Operand]:
+    def key_index(indices: StepIndices) -> tuple[Any, ...]:
+        row = jax.lax.div(indices.row, np.int32(config.heads_per_key))
+        return row, indices.key_block, 0
+
+    key_operands = [Operand(x, (None, config.block, x.shape[2]), key_index) for x in (key, value)]
+    return [_query_operand(config, query), *key_operands]
 
 
-def _of_queries(call: Call, x: Array) -> Operand:
-    return Operand(x, (None, call.block, x.shape[2]), lambda at: (at.row, at.query_block, 0))
+def _query_operand(config: KernelConfig, x: Array) -> Operand:
+    return Operand(
+        x,
+        (None, config.block, x.shape[2]),
+        lambda indices: (indices.row, indices.query_block, 0),
+    )
 
 
-def _ids(call: Call, ids: Any) -> list[Operand]:
+def _id_operands(config: KernelConfig, ids: Any) -> list[Operand]:
     if ids is None:
         return []
-    shape = (None, 1, call.block)
-    of_batch = functools.partial(jax.lax.div, y=np.int32(call.num_heads))
+    shape = (None, 1, config.block)
+    batch_row = functools.partial(jax.lax.div, y=np.int32(config.num_heads))
     return [
-        Operand(ids[0], shape, lambda at: (of_batch(at.row), 0, at.query_block)),
-        Operand(ids[1], shape, lambda at: (of_batch(at.row), 0, at.key_block)),
+        Operand(ids[0], shape, lambda indices: (batch_row(indices.row), 0, indices.query_block)),
+        Operand(ids[1], shape, lambda indices: (batch_row(indices.row), 0, indices.key_block)),
     ]
 
 
-def _whole_row(*shape: int) -> Operand:
-    """A result that stays in place for all steps of a row, of shape [rows, ...]."""
+def _row_output(*shape: int) -> Operand:
+    """An output [rows, ...] whose block stays in VMEM for all steps of a row."""
     return Operand(
         jax.ShapeDtypeStruct(shape, jnp.float32),
         (None, *shape[1:]),
-        lambda at: (at.local, *(0 for _ in shape[1:])),
+        lambda indices: (indices.launch_row, *(0 for _ in shape[1:])),
     )

@@ -1,4 +1,7 @@
-"""What a TPU does with one block of queries and one of keys, forward and backward."""
+"""The forward and the backward kernel: what a TPU does with one pair of blocks.
+
+A pair is one block of queries and one block of keys.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,194 +14,222 @@ from jaxtyping import Array, Float
 
 from alibi_jax.attention.tpu.grid import GridStep
 
-# Scores are [keys, queries], so that a row's maximum and sum are taken down the registers and
-# kept as [1, queries]. They are in units of log 2: the chip's exponential is a power of two.
+# Scores are [keys, queries]: a row's maximum and sum are then taken down the registers and kept
+# as [1, queries]. Scores are in units of log 2, because the chip's exponential is a power of two.
 _LOG2E = math.log2(math.e)
-# Far below the maximum that a row starts with, so that a row that sees nothing has weights of 0.
-_MASKED, _LOWEST = -3e38, -1e30
-# Keys that the forward kernel takes at a time, a TPU's lanes: more would spill from registers.
+# The masked score is far below the initial maximum, so that a row that sees nothing has weights
+# of 0.
+_MASKED, _INITIAL_MAX = -3e38, -1e30
+# The forward kernel takes this number of keys at a time, a TPU's lanes: more would spill from
+# registers.
 LANES = 128
 # Columns of 1 after the values: a TPU's sublanes.
-ONES = 8
-# What is summed over in products of matrices [a, b] and [c, d].
-_B_D, _B_C, _A_C = (((1,), (1,)), ((), ())), (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
+ONES_COLUMNS = 8
+# Dimension numbers of `dot_general` for a @ b, a @ b.T and a.T @ b.
+_A_B = (((1,), (0,)), ((), ()))
+_A_BT = (((1,), (1,)), ((), ()))
+_AT_B = (((0,), (0,)), ((), ()))
 
 
-class Call(NamedTuple):
-    """What is known before anything runs; `span` is in blocks of queries."""
+class KernelConfig(NamedTuple):
+    """Static parameters of a kernel.
+
+    `block` is the number of queries, and of keys, in a block. `blocks_per_span` is the number of
+    query blocks in a span, the part of a row that one backward launch takes.
+    """
 
     causal: bool
     window: int | None
     block: int
-    span: int
+    blocks_per_span: int
     key_length: int
     num_heads: int
     heads_per_key: int
     interpret: Any
 
 
-class Place(NamedTuple):
-    """Where a step works, in scalars: its row among all and in the launch, and its blocks."""
+class StepIndices(NamedTuple):
+    """Indices of the data of one grid step, scalars.
+
+    `row` counts all rows, `launch_row` those of this launch. `distance` is the index of the
+    query block's first query minus the index of the key block's first key.
+    """
 
     row: Any
-    local: Any
+    launch_row: Any
     query_block: Any
     key_block: Any
-    # The index of the first query, less that of the first key.
-    ahead: Any
+    distance: Any
 
 
 def forward_kernel(
-    call: Call, step: GridStep, place: Place, slope: Any, inputs: Any, outputs: Any, scratch: Any
+    config: KernelConfig,
+    step: GridStep,
+    indices: StepIndices,
+    slope: Any,
+    inputs: Any,
+    outputs: Any,
+    scratch: Any,
 ) -> None:
-    """Adds a block of keys to its queries' running softmax.
+    """Adds a block of keys to the running softmax of a block of queries.
 
-    The last of them writes the output, [V, queries], and the logarithm, to base 2, of each row's
-    sum of weights, [1, queries]. Values end in `ONES` columns of 1, by which the matrix unit
-    sums the weights, as they are rounded for the output: the vector unit has most to do.
+    The last step of a query block writes the output, [V, queries], and the logarithm to base 2
+    of each row's sum of weights, [1, queries]. The values end in `ONES_COLUMNS` columns of 1:
+    with them the matrix unit sums the weights, rounded as they are for the output, because the
+    vector unit has the most to do.
     """
     query, key, value, *ids = inputs
     out, logsumexp = outputs
-    top, acc = scratch
+    running_max, accumulator = scratch
 
-    @pl.when(step.first)
+    @pl.when(step.first_of_outer)
     def _() -> None:
-        top[...] = jnp.full_like(top, _LOWEST)
-        acc[...] = jnp.zeros_like(acc)
+        running_max[...] = jnp.full_like(running_max, _INITIAL_MAX)
+        accumulator[...] = jnp.zeros_like(accumulator)
 
-    def add(masked: bool) -> None:
-        starts = range(0, call.block, LANES)
-        # All products before the first softmax, so that the two units work side by side.
-        products = [_product(key[pl.ds(start, LANES)], query[...]) for start in starts]
-        now = top[...]
+    def add_block(masked: bool) -> None:
+        starts = range(0, config.block, LANES)
+        # All products come before the first softmax, so that the two units work side by side.
+        products = [_scaled_product(key[pl.ds(start, LANES)], query[...]) for start in starts]
+        current_max = running_max[...]
         for start, product in zip(starts, products):
-            scores, _ = _scores(call, place, slope, product, ids, start, masked)
-            before, now = now, jnp.maximum(now, scores.max(0, keepdims=True))
-            weights = jnp.exp2(scores - now)
-            shrink = jnp.exp2(before - now)
-            update = _dot(value[pl.ds(start, LANES)], weights.astype(value.dtype), _A_C)
-            acc[...] = acc[...] * shrink + update
-        top[...] = now
+            scores, _ = _biased_scores(config, indices, slope, product, ids, start, masked)
+            previous_max = current_max
+            current_max = jnp.maximum(current_max, scores.max(0, keepdims=True))
+            weights = jnp.exp2(scores - current_max)
+            rescale = jnp.exp2(previous_max - current_max)
+            update = _dot(value[pl.ds(start, LANES)], weights.astype(value.dtype), _AT_B)
+            accumulator[...] = accumulator[...] * rescale + update
+        running_max[...] = current_max
 
-    _work(call, step, place, ids, add)
+    _compute_active(config, step, indices, ids, add_block)
 
-    @pl.when(step.last)
+    @pl.when(step.last_of_outer)
     def _() -> None:
-        size = out.shape[0]
-        total = acc[pl.ds(size, 1)]
-        divisor = jnp.where(total > 0.0, total, 1.0)
-        out[...] = (acc[pl.ds(0, size)] / divisor).astype(out.dtype)
-        logsumexp[...] = top[...] + jnp.log2(divisor)
+        value_size = out.shape[0]
+        weight_sum = accumulator[pl.ds(value_size, 1)]
+        divisor = jnp.where(weight_sum > 0.0, weight_sum, 1.0)
+        out[...] = (accumulator[pl.ds(0, value_size)] / divisor).astype(out.dtype)
+        logsumexp[...] = running_max[...] + jnp.log2(divisor)
 
 
 def backward_kernel(
-    call: Call, step: GridStep, place: Place, slope: Any, inputs: Any, outputs: Any, scratch: Any
+    config: KernelConfig,
+    step: GridStep,
+    indices: StepIndices,
+    slope: Any,
+    inputs: Any,
+    outputs: Any,
+    scratch: Any,
 ) -> None:
-    """Adds what a block of queries and one of keys give to each other's gradients, float32.
+    """Adds the contribution of one pair of blocks to the gradients, float32.
 
-    Those of the queries, [blocks, H, queries], start from zero; those of keys and values from
-    what earlier spans of queries gave. Of queries and keys they lack the factor 1/sqrt(H). The
-    slope's, a part of it a query, [1, queries], is computed where there is an output for it.
-    `statistics` are of each query the forward kernel's logarithm and the sum of its output times
-    that one's gradient.
+    The gradient of the queries, [blocks, H, queries], starts from zero. The gradients of the keys
+    and values start from the contributions of earlier spans of queries. The gradients of queries
+    and keys lack the factor 1/sqrt(H). The gradient of the slope, one summand per query,
+    [1, queries], is computed only where there is an output for it. `statistics` holds two rows,
+    one number per query: the forward kernel's logarithm, and the dot product of the output and
+    its gradient.
     """
     query, key, value, d_out, statistics, d_key_before, d_value_before, *ids = inputs
     d_query, d_key, d_value, *d_slope = outputs
 
-    @pl.when(step.fresh)
+    @pl.when(step.first_of_row)
     def _() -> None:
-        for start in (d_query, *d_slope):
-            start[...] = jnp.zeros_like(start)
+        for gradient in (d_query, *d_slope):
+            gradient[...] = jnp.zeros_like(gradient)
 
-    @pl.when(step.first)
+    @pl.when(step.first_of_outer)
     def _() -> None:
         d_key[...] = d_key_before[...]
         d_value[...] = d_value_before[...]
 
-    def add(masked: bool) -> None:
-        scores, distance = _scores(
-            call, place, slope, _product(key[...], query[...]), ids, 0, masked
-        )
+    def add_block(masked: bool) -> None:
+        product = _scaled_product(key[...], query[...])
+        scores, distance = _biased_scores(config, indices, slope, product, ids, 0, masked)
         weights = jnp.exp2(scores - statistics[:1])
-        d_value[...] += _dot(weights.astype(d_out.dtype), d_out[...], _B_C)
-        d_weights = _dot(value[...], d_out[...], _B_D)
+        d_value[...] += _dot(weights.astype(d_out.dtype), d_out[...], _A_B)
+        d_weights = _dot(value[...], d_out[...], _A_BT)
         d_scores = weights * (d_weights - statistics[1:])
-        for total in d_slope:
-            total[...] -= (d_scores * distance).sum(0, keepdims=True)
+        for gradient in d_slope:
+            gradient[...] -= (d_scores * distance).sum(0, keepdims=True)
         d_scores = d_scores.astype(query.dtype)
-        d_key[...] += _dot(d_scores, query[...], _B_C)
-        d_query[step.inner] += _dot(key[...], d_scores, _A_C)
+        d_key[...] += _dot(d_scores, query[...], _A_B)
+        d_query[step.inner_block] += _dot(key[...], d_scores, _AT_B)
 
-    _work(call, step, place, ids, add)
+    _compute_active(config, step, indices, ids, add_block)
 
 
-def _product(
+def _scaled_product(
     key: Float[Array, "keys H"], query: Float[Array, "queries H"]
 ) -> Float[Array, "keys queries"]:
-    return _dot(key, query, _B_D) * (query.shape[1] ** -0.5 * _LOG2E)
+    return _dot(key, query, _A_BT) * (query.shape[1] ** -0.5 * _LOG2E)
 
 
-def _scores(
-    call: Call,
-    place: Place,
+def _biased_scores(
+    config: KernelConfig,
+    indices: StepIndices,
     slope: Any,
     product: Float[Array, "keys queries"],
     ids: Any,
     start: int,
     masked: bool,
 ) -> tuple[Float[Array, "keys queries"], Float[Array, "keys queries"]]:
-    """Scores of the block's keys from `start` on, and the distances in them."""
+    """The scores with bias, and the distances; `product` begins at key `start` of the block."""
     shape = product.shape
     keys, queries = (
-        jax.lax.broadcasted_iota(jnp.int32, one, axis).astype(jnp.float32)
-        for axis, one in enumerate([(shape[0], 1), (1, shape[1])])
+        jax.lax.broadcasted_iota(jnp.int32, axis_shape, axis).astype(jnp.float32)
+        for axis, axis_shape in enumerate([(shape[0], 1), (1, shape[1])])
     )
     # The distance is exact, so that the bias is rounded once however far the blocks lie apart.
-    distance = (queries + (place.ahead - start).astype(jnp.float32)) - keys
-    past = distance
-    if not call.causal:
-        distance = jnp.abs(distance)
+    signed_distance = (queries + (indices.distance - start).astype(jnp.float32)) - keys
+    distance = signed_distance if config.causal else jnp.abs(signed_distance)
     scores = product - (slope * _LOG2E) * distance
     if masked:
-        left = call.key_length - place.key_block * call.block - start
-        seen = jax.lax.broadcasted_iota(jnp.int32, shape, 0) < left
-        if call.causal:
-            seen &= past >= 0.0
-        if call.window is not None:
-            seen &= distance < call.window
+        keys_left = config.key_length - indices.key_block * config.block - start
+        visible = jax.lax.broadcasted_iota(jnp.int32, shape, 0) < keys_left
+        if config.causal:
+            visible &= signed_distance >= 0.0
+        if config.window is not None:
+            visible &= distance < config.window
         if ids:
-            of_queries, of_keys = (
+            query_ids, key_ids = (
                 jnp.broadcast_to(x, shape)
-                for x in (ids[0][...], _column(ids[1][:, pl.ds(start, shape[0])]))
+                for x in (ids[0][...], _as_column(ids[1][:, pl.ds(start, shape[0])]))
             )
-            seen &= (of_queries == of_keys) & (of_keys != 0)
-        scores = jnp.where(seen, scores, _MASKED)
+            visible &= (query_ids == key_ids) & (key_ids != 0)
+        scores = jnp.where(visible, scores, _MASKED)
     return scores, distance
 
 
-def _work(
-    call: Call, step: GridStep, place: Place, ids: Any, compute: Callable[[bool], None]
+def _compute_active(
+    config: KernelConfig,
+    step: GridStep,
+    indices: StepIndices,
+    ids: Any,
+    compute: Callable[[bool], None],
 ) -> None:
-    """Computes with a mask where some key of the block may be unseen, and else without."""
+    """Calls `compute` if the step is active, with `masked` true only if it may hide a key."""
     if ids:
-        pl.when(step.work)(lambda: compute(True))
+        pl.when(step.active)(lambda: compute(True))
         return
-    least, most = place.ahead - call.block + 1, place.ahead + call.block - 1
-    mixed = (place.key_block + 1) * call.block > call.key_length
-    if call.causal:
-        mixed |= least < 0
-    if call.window is not None:
-        mixed |= (most >= call.window) | (least <= -call.window)
-    pl.when(step.work & mixed)(lambda: compute(True))
-    pl.when(step.work & ~mixed)(lambda: compute(False))
+    least, greatest = indices.distance - config.block + 1, indices.distance + config.block - 1
+    masked = (indices.key_block + 1) * config.block > config.key_length
+    if config.causal:
+        masked |= least < 0
+    if config.window is not None:
+        masked |= (greatest >= config.window) | (least <= -config.window)
+    pl.when(step.active & masked)(lambda: compute(True))
+    pl.when(step.active & ~masked)(lambda: compute(False))
 
 
-def _column(row: Array) -> Array:
+def _as_column(row: Array) -> Array:
     return jnp.broadcast_to(row, (8, row.shape[1])).T[:, :1]
 
 
-def _dot(one: Array, other: Array, dimensions: Any) -> Array:
-    exact = jax.lax.Precision.HIGHEST if one.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+def _dot(left: Array, right: Array, dimensions: Any) -> Array:
+    float32 = left.dtype == jnp.float32
+    precision = jax.lax.Precision.HIGHEST if float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(
-        one, other, dimensions, precision=exact, preferred_element_type=jnp.float32
+        left, right, dimensions, precision=precision, preferred_element_type=jnp.float32
     )

@@ -1,4 +1,4 @@
-"""Runs a kernel over a schedule of steps, each on blocks of its operands."""
+"""Runs a kernel over a grid of steps, each on blocks of its operands."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,23 +13,27 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from alibi_jax.attention.tpu.grid import Grid, GridStep, unpack
-from alibi_jax.attention.tpu.kernels import Call, Place, forward_kernel
+from alibi_jax.attention.tpu.kernels import KernelConfig, StepIndices, forward_kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array in blocks of a shape, None being one without its axis, and which one a step has."""
+    """An array, or an output's shape, and the block of it that a step reads or writes.
+
+    `block_shape` and `block_index` are those of `pallas.BlockSpec`: None in the shape drops an
+    axis from the block.
+    """
 
     array: Any
-    shape: tuple[int | None, ...]
-    index: Callable[[Place], tuple[Any, ...]]
+    block_shape: tuple[int | None, ...]
+    block_index: Callable[[StepIndices], tuple[Any, ...]]
 
 
 def launch(
-    call: Call,
+    config: KernelConfig,
     kernel: Callable[..., None],
-    plan: Grid,
-    numbers: Int[Array, "3"],
+    grid: Grid,
+    origin: Int[Array, "3"],
     slopes: Float[Array, "N"],
     inputs: Sequence[Operand],
     outputs: Sequence[Operand],
@@ -38,44 +42,59 @@ def launch(
     scratch: Sequence[tuple[int, int]] = (),
     aliases: Mapping[int, int] = MappingProxyType({}),
 ) -> Any:
-    """Runs a kernel over a plan; `numbers` are the first row, the first query block, the offset.
+    """Runs a kernel over a grid and returns its outputs.
 
-    `aliases` are from inputs to the outputs that take their place, and `features` what a score
-    costs, in multiplications.
+    `origin` holds the index of the first row, the index of the first query block, and the index
+    among the keys of query 0. `aliases` maps an input to the output that is written over it.
+    `features` is the number of multiplications per score.
     """
-    groups, capacity = plan.words.shape
+    groups, capacity = grid.packed_steps.shape
 
-    def locate(group: Any, at: Any, words: Any, numbers: Any) -> tuple[GridStep, Place]:
-        step = unpack(words[group * capacity + at])
-        pair = (step.outer, step.inner) if kernel is forward_kernel else (step.inner, step.outer)
-        local = step.row * groups + group
-        query_block = numbers[1] + pair[0]
-        ahead = numbers[2] + (query_block - pair[1]) * call.block
-        return step, Place(numbers[0] + local, local, query_block, pair[1], ahead)
+    def locate(
+        group: Any, number: Any, packed_steps: Any, origin: Any
+    ) -> tuple[GridStep, StepIndices]:
+        step = unpack(packed_steps[group * capacity + number])
+        query_block, key_block = step.outer_block, step.inner_block
+        if kernel is not forward_kernel:
+            query_block, key_block = key_block, query_block
+        launch_row = step.row * groups + group
+        query_block = origin[1] + query_block
+        distance = origin[2] + (query_block - key_block) * config.block
+        return step, StepIndices(
+            origin[0] + launch_row, launch_row, query_block, key_block, distance
+        )
 
-    def body(words: Any, numbers: Any, slopes: Any, *refs: Any) -> None:
-        step, place = locate(pl.program_id(0), pl.program_id(1), words, numbers)
-        ends = len(inputs), len(inputs) + len(outputs)
-        sides = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] :]
-        kernel(call, step, place, slopes[jax.lax.rem(place.row, np.int32(call.num_heads))], *sides)
+    def body(packed_steps: Any, origin: Any, slopes: Any, *refs: Any) -> None:
+        step, indices = locate(pl.program_id(0), pl.program_id(1), packed_steps, origin)
+        slope = slopes[jax.lax.rem(indices.row, np.int32(config.num_heads))]
+        outputs_start, scratch_start = len(inputs), len(inputs) + len(outputs)
+        kernel(
+            config,
+            step,
+            indices,
+            slope,
+            refs[:outputs_start],
+            refs[outputs_start:scratch_start],
+            refs[scratch_start:],
+        )
 
-    def spec(operand: Operand) -> pl.BlockSpec:
-        def index(group: Any, at: Any, words: Any, numbers: Any, _: Any) -> Any:
-            return operand.index(locate(group, at, words, numbers)[1])
+    def block_spec(operand: Operand) -> pl.BlockSpec:
+        def index_map(group: Any, number: Any, packed_steps: Any, origin: Any, _: Any) -> Any:
+            return operand.block_index(locate(group, number, packed_steps, origin)[1])
 
-        return pl.BlockSpec(operand.shape, index)
+        return pl.BlockSpec(operand.block_shape, index_map)
 
-    # An upper bound: what is skipped is known when it runs.
-    scores = plan.words.size * call.block**2 // (2 if call.causal else 1)
-    prefetched = plan.words.reshape(-1), numbers, slopes
+    # An upper bound: the blocks that are skipped are known only at run time.
+    scores = grid.packed_steps.size * config.block**2 // (2 if config.causal else 1)
+    prefetched = grid.packed_steps.reshape(-1), origin, slopes
     return pl.pallas_call(
         body,
         name=f"alibi_{kernel.__name__}",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
-            grid=(groups, plan.counts.max()),
-            in_specs=[spec(x) for x in inputs],
-            out_specs=[spec(x) for x in outputs],
+            grid=(groups, grid.num_steps.max()),
+            in_specs=[block_spec(x) for x in inputs],
+            out_specs=[block_spec(x) for x in outputs],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=[jax.ShapeDtypeStruct(x.array.shape, x.array.dtype) for x in outputs],
@@ -84,7 +103,7 @@ def launch(
         cost_estimate=pl.CostEstimate(
             flops=2 * scores * features,
             transcendentals=scores,
-            bytes_accessed=scores // call.block * features * inputs[0].array.dtype.itemsize,
+            bytes_accessed=scores // config.block * features * inputs[0].array.dtype.itemsize,
         ),
-        interpret=call.interpret,
+        interpret=config.interpret,
     )(*prefetched, *(x.array for x in inputs))
