@@ -124,7 +124,7 @@ def test_sections_are_not_shared():
         (lambda: from_dict({"model": {"num_head": 8}}), "model.num_head: .*'num_heads'"),
         (lambda: check_key("model.positon"), "model.positon: .*'position'"),
         (lambda: check_key("modle.position"), "config.modle: .*'model'"),
-        (lambda: check_key("model"), "model: a whole section; .*position, .*num_layers"),
+        (lambda: check_key("model"), "model is a whole section: .*position, .*num_layers"),
         (lambda: check_key("model.position.x"), "model.position.x: no such key"),
     ],
 )
