@@ -92,7 +92,7 @@ def _ours(query: Array, key: Array, value: Array) -> Array:
         window=None,
         query_segment_ids=None,
         key_segment_ids=None,
-        block=_BLOCK,
+        block_size=_BLOCK,
     )
 
 

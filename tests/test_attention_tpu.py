@@ -85,7 +85,7 @@ def oracle(query, key, value, slopes, cotangent, blocks, *, causal, offset, wind
 def attend(*arrays, ids, block=BLOCK, interpret=True, **options):
     query_ids, key_ids = ids or (None, None)
     segment_ids = {"query_segment_ids": query_ids, "key_segment_ids": key_ids}
-    return pallas_tpu(*arrays, block=block, interpret=interpret, **segment_ids, **options)
+    return pallas_tpu(*arrays, block_size=block, interpret=interpret, **segment_ids, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "window", "interpret"))
@@ -252,5 +252,5 @@ def test_products_of_float32_are_float32():
 @pytest.mark.parametrize("block", [0, 64, 200, 640])
 def test_blocks_of_other_sizes_are_refused(block):
     query, key, value, slopes, _ = arrays(64)
-    with pytest.raises(ValueError, match=f"block={block}: give 128, 256, 384 or 512"):
+    with pytest.raises(ValueError, match=f"block_size={block}: give 128, 256, 384 or 512"):
         attend(query, key, value, slopes, RANGES, block=block, **PLAIN)

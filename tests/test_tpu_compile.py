@@ -35,7 +35,7 @@ def compiled(chip, length, gradient, dtype, size, segments):
     def attend(query, key, value, slopes, blocks, ids):
         return pallas_tpu(
             query, key, value, slopes, blocks, causal=True, offset=0, window=None,
-            query_segment_ids=ids, key_segment_ids=ids, block={BLOCK},
+            query_segment_ids=ids, key_segment_ids=ids, block_size={BLOCK},
         )
 
     def loss(*inputs):

@@ -34,41 +34,43 @@ def pallas_tpu(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     slopes: Float[Array, "N"],
-    blocks: KeyBlocks,
+    key_blocks: KeyBlocks,
     *,
     causal: bool,
     offset: int | Int[Array, ""],
     window: int | None,
     query_segment_ids: Int[Array, "B T"] | None,
     key_segment_ids: Int[Array, "B S"] | None,
-    block: int,
+    block_size: int,
     interpret: Any = False,
 ) -> Float[Array, "B T N V"]:
-    """Softmax(query · key / sqrt(H) − m·|i−j|) · value over the key blocks in `blocks`.
+    """Softmax(query · key / sqrt(H) − m·|i−j|) · value over the key blocks in `key_blocks`.
 
     Inputs are bfloat16 or float32, the output has the dtype of `query`. Biases, scores and softmax
     are float32, and so are products of float32. Query t stands at key index i = `offset` + t;
     the offset may be traced. A query sees the keys that meet all of these conditions: j ≤ i if
-    `causal`, |i−j| < `window`, the same segment id (0 is no segment), and a block of `blocks`.
-    A block holds `block` queries or `block` keys. A row that sees nothing is zero, and so are its
-    gradients. K divides N. Lengths need not be multiples of the block. Query, key, value and
-    slopes have gradients. Memory is linear in the lengths. `interpret` is the argument of
-    `pallas_call`.
+    `causal`, |i−j| < `window`, the same segment id (0 is no segment), and a block in
+    `key_blocks`. A block holds `block_size` queries, or as many keys. A row that sees nothing is
+    zero, and so are its gradients. K divides N. Lengths need not be multiples of the block size.
+    Query, key, value and slopes have gradients. Memory is linear in the lengths. `interpret` is
+    the argument of `pallas_call`.
 
-    Raises ValueError for a block other than 128, 256, 384 and 512, and for lengths whose blocks
-    do not fit a kernel's grid.
+    Raises ValueError for a block size other than 128, 256, 384 and 512, and for lengths whose
+    blocks do not fit a kernel's grid.
 
     Press et al. 2021, "Train Short, Test Long", section 3; Dao et al. 2022 (FlashAttention),
     algorithms 1 and 4.
     """
-    if block not in range(LANES, _MAX_BLOCK + 1, LANES):
-        raise ValueError(f"block={block}: give 128, 256, 384 or 512, a multiple of a TPU's lanes")
+    if block_size not in range(LANES, _MAX_BLOCK + 1, LANES):
+        raise ValueError(
+            f"block_size={block_size}: give 128, 256, 384 or 512, a multiple of a TPU's lanes"
+        )
     (batch, length, num_heads, size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
-    num_spans, blocks_per_span = _spans(length, size, block)
+    num_spans, blocks_per_span = _spans(length, size, block_size)
     config = KernelConfig(
         causal=causal,
         window=window,
-        block=block,
+        block_size=block_size,
         blocks_per_span=blocks_per_span,
         key_length=key_length,
         num_heads=num_heads,
@@ -84,24 +86,24 @@ def pallas_tpu(
     ids = None
     if query_segment_ids is not None and key_segment_ids is not None:
         ids = (
-            _pad(query_segment_ids, 1, query_blocks * block)[:, None],
-            _pad(key_segment_ids, 1, block)[:, None],
+            _pad(query_segment_ids, 1, query_blocks * block_size)[:, None],
+            _pad(key_segment_ids, 1, block_size)[:, None],
         )
     out = _attend(
         config,
-        as_rows(query, query_blocks * block),
-        as_rows(key, block),
-        as_rows(value, block),
+        as_rows(query, query_blocks * block_size),
+        as_rows(key, block_size),
+        as_rows(value, block_size),
         slopes.astype(jnp.float32),
-        tuple(_pad(x, 2, query_blocks).reshape(batch * num_heads, -1) for x in blocks),
+        tuple(_pad(x, 2, query_blocks).reshape(batch * num_heads, -1) for x in key_blocks),
         jnp.asarray(offset, jnp.int32),
         ids,
     )
-    out = out.reshape(batch, num_heads, -1, query_blocks * block)[..., :length]
+    out = out.reshape(batch, num_heads, -1, query_blocks * block_size)[..., :length]
     return out.transpose(0, 3, 1, 2)
 
 
-def pallas_refusal(query: Array, key: Array, value: Array, block: int) -> str:
+def pallas_refusal(query: Array, key: Array, value: Array, block_size: int) -> str:
     """The reason why `pallas_tpu` does not take these arrays; empty if it does."""
     if (
         query.dtype not in (jnp.float32, jnp.bfloat16)
@@ -109,8 +111,8 @@ def pallas_refusal(query: Array, key: Array, value: Array, block: int) -> str:
     ):
         return f"takes float32 or bfloat16, not {query.dtype}, {key.dtype} and {value.dtype}"
     (batch, length, num_heads, size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
-    num_rows, key_blocks = batch * num_heads, -(-key_length // block)
-    num_spans, blocks_per_span = _spans(length, size, block)
+    num_rows, key_blocks = batch * num_heads, -(-key_length // block_size)
+    num_spans, blocks_per_span = _spans(length, size, block_size)
     try:
         rows_per_launch(num_rows, num_spans * blocks_per_span, key_blocks)
         rows_per_launch(
@@ -121,10 +123,10 @@ def pallas_refusal(query: Array, key: Array, value: Array, block: int) -> str:
     return ""
 
 
-def _spans(length: int, size: int, block: int) -> tuple[int, int]:
+def _spans(length: int, size: int, block_size: int) -> tuple[int, int]:
     """The number of spans, and of query blocks per span, so that a span's gradient fits VMEM."""
-    query_blocks = -(-length // block)
-    num_spans = -(-query_blocks * block * size * 4 // _SPAN_BYTES)
+    query_blocks = -(-length // block_size)
+    num_spans = -(-query_blocks * block_size * size * 4 // _SPAN_BYTES)
     return num_spans, -(-query_blocks // num_spans)
 
 
@@ -175,15 +177,15 @@ def _forward(
     ids: Any,
 ) -> tuple[Array, Array]:
     num_rows, length, size = query.shape
-    key_blocks, value_size = key.shape[1] // config.block, value.shape[2]
-    chunk_size = rows_per_launch(num_rows, length // config.block, key_blocks)
+    key_blocks, value_size = key.shape[1] // config.block_size, value.shape[2]
+    chunk_size = rows_per_launch(num_rows, length // config.block_size, key_blocks)
     value = jnp.pad(value, [(0, 0), (0, 0), (0, ONES_COLUMNS)], constant_values=1)
 
     def launch_rows(first_row: Array, key_ranges: _KeyRanges) -> Any:
         outputs = [
             Operand(
                 jax.ShapeDtypeStruct((chunk_size, features, length), dtype),
-                (None, features, config.block),
+                (None, features, config.block_size),
                 lambda indices: (indices.launch_row, 0, indices.query_block),
             )
             for features, dtype in ((value_size, query.dtype), (1, jnp.float32))
@@ -196,7 +198,7 @@ def _forward(
             slopes,
             [*_qkv_operands(config, query, key, value), *_id_operands(config, ids)],
             outputs,
-            scratch=[(1, config.block), (value_size + ONES_COLUMNS, config.block)],
+            scratch=[(1, config.block_size), (value_size + ONES_COLUMNS, config.block_size)],
             features=size + value_size,
         )
 
@@ -213,8 +215,8 @@ def _backward(
 ) -> tuple[Array, Array, Array, Array | None]:
     query, key, value, slopes, key_ranges, offset, ids = arrays
     (num_rows, length, size), (_, key_length, value_size) = query.shape, value.shape
-    block, blocks_per_span = config.block, config.blocks_per_span
-    key_blocks = key_length // block
+    block_size, blocks_per_span = config.block_size, config.blocks_per_span
+    key_blocks = key_length // block_size
     chunk_size = rows_per_launch(
         num_rows, key_blocks, blocks_per_span, multiple_of=config.heads_per_key
     )
@@ -222,7 +224,7 @@ def _backward(
         *_qkv_operands(config, query, key, value),
         _query_operand(config, d_out),
         Operand(
-            statistics, (None, 2, block), lambda indices: (indices.row, 0, indices.query_block)
+            statistics, (None, 2, block_size), lambda indices: (indices.row, 0, indices.query_block)
         ),
     ]
 
@@ -233,13 +235,16 @@ def _backward(
         d_key_value_operands = [
             Operand(
                 x,
-                (None, block, x.shape[2]),
+                (None, block_size, x.shape[2]),
                 lambda indices: (indices.launch_row, indices.key_block, 0),
             )
             for x in d_key_value
         ]
-        outputs = [_row_output(chunk_size, blocks_per_span, size, block), *d_key_value_operands]
-        outputs += [_row_output(chunk_size, 1, block)] * with_slopes
+        outputs = [
+            _row_output(chunk_size, blocks_per_span, size, block_size),
+            *d_key_value_operands,
+        ]
+        outputs += [_row_output(chunk_size, 1, block_size)] * with_slopes
         d_query, d_key, d_value, *d_slopes = launch(
             config,
             backward_kernel,
@@ -258,14 +263,14 @@ def _backward(
             jnp.zeros((chunk_size, key_length, features), jnp.float32)
             for features in (size, value_size)
         ]
-        first_blocks = jnp.arange(0, length // block, blocks_per_span, dtype=jnp.int32)
+        first_blocks = jnp.arange(0, length // block_size, blocks_per_span, dtype=jnp.int32)
         span_ranges = tuple(
             x.reshape(chunk_size, -1, blocks_per_span).swapaxes(0, 1) for x in key_ranges
         )
         (d_key, d_value), (d_query, d_slopes) = jax.lax.scan(
             functools.partial(launch_span, first_row), d_key_value, (first_blocks, span_ranges)
         )
-        # The scan gives [spans, rows, blocks per span, H, block].
+        # The scan gives [spans, rows, blocks per span, H, block size].
         d_query = jnp.moveaxis(d_query, (1, 3), (0, 4)).reshape(chunk_size, length, size)
         d_key, d_value = (
             x.reshape(-1, config.heads_per_key, *x.shape[1:]).sum(1) for x in (d_key, d_value)
@@ -298,9 +303,9 @@ def _map_row_chunks(
 def _active_pairs(
     key_ranges: _KeyRanges, key_blocks: int
 ) -> Bool[Array, "rows query_blocks key_blocks"]:
-    first, stop = key_ranges
+    start, stop = key_ranges
     index = jnp.arange(key_blocks, dtype=jnp.int32)
-    return (first[..., None] <= index) & (index < stop[..., None])
+    return (start[..., None] <= index) & (index < stop[..., None])
 
 
 def _qkv_operands(config: KernelConfig, query: Array, key: Array, value: Array) -> list[Operand]:
@@ -308,14 +313,16 @@ def _qkv_operands(config: KernelConfig, query: Array, key: Array, value: Array) 
         row = jax.lax.div(indices.row, np.int32(config.heads_per_key))
         return row, indices.key_block, 0
 
-    key_operands = [Operand(x, (None, config.block, x.shape[2]), key_index) for x in (key, value)]
+    key_operands = [
+        Operand(x, (None, config.block_size, x.shape[2]), key_index) for x in (key, value)
+    ]
     return [_query_operand(config, query), *key_operands]
 
 
 def _query_operand(config: KernelConfig, x: Array) -> Operand:
     return Operand(
         x,
-        (None, config.block, x.shape[2]),
+        (None, config.block_size, x.shape[2]),
         lambda indices: (indices.row, indices.query_block, 0),
     )
 
@@ -323,7 +330,7 @@ def _query_operand(config: KernelConfig, x: Array) -> Operand:
 def _id_operands(config: KernelConfig, ids: Any) -> list[Operand]:
     if ids is None:
         return []
-    shape = (None, 1, config.block)
+    shape = (None, 1, config.block_size)
     batch_row = functools.partial(jax.lax.div, y=np.int32(config.num_heads))
     return [
         Operand(ids[0], shape, lambda indices: (batch_row(indices.row), 0, indices.query_block)),

@@ -34,13 +34,13 @@ _AT_B = (((0,), (0,)), ((), ()))
 class KernelConfig(NamedTuple):
     """Static parameters of a kernel.
 
-    `block` is the number of queries, and of keys, in a block. `blocks_per_span` is the number of
-    query blocks in a span, the part of a row that one backward launch takes.
+    `block_size` is the number of queries, and of keys, in a block. `blocks_per_span` is the number
+    of query blocks in a span, the part of a row that one backward launch takes.
     """
 
     causal: bool
     window: int | None
-    block: int
+    block_size: int
     blocks_per_span: int
     key_length: int
     num_heads: int
@@ -88,7 +88,7 @@ def forward_kernel(
         accumulator[...] = jnp.zeros_like(accumulator)
 
     def add_block(masked: bool) -> None:
-        starts = range(0, config.block, LANES)
+        starts = range(0, config.block_size, LANES)
         # All products come before the first softmax, so that the two units work side by side.
         products = [_scaled_product(key[pl.ds(start, LANES)], query[...]) for start in starts]
         current_max = running_max[...]
@@ -186,7 +186,7 @@ def _biased_scores(
     distance = signed_distance if config.causal else jnp.abs(signed_distance)
     scores = product - (slope * _LOG2E) * distance
     if masked:
-        keys_left = config.key_length - indices.key_block * config.block - start
+        keys_left = config.key_length - indices.key_block * config.block_size - start
         visible = jax.lax.broadcasted_iota(jnp.int32, shape, 0) < keys_left
         if config.causal:
             visible &= signed_distance >= 0.0
@@ -209,12 +209,13 @@ def _compute_active(
     ids: Any,
     compute: Callable[[bool], None],
 ) -> None:
-    """Calls `compute` if the step is active, with `masked` true only if it may hide a key."""
+    """Calls `compute` if the step is active, `masked` only where a mask may hide a key."""
     if ids:
         pl.when(step.active)(lambda: compute(True))
         return
-    least, greatest = indices.distance - config.block + 1, indices.distance + config.block - 1
-    masked = (indices.key_block + 1) * config.block > config.key_length
+    least = indices.distance - config.block_size + 1
+    greatest = indices.distance + config.block_size - 1
+    masked = (indices.key_block + 1) * config.block_size > config.key_length
     if config.causal:
         masked |= least < 0
     if config.window is not None:

@@ -59,7 +59,7 @@ def launch(
             query_block, key_block = key_block, query_block
         launch_row = step.row * groups + group
         query_block = origin[1] + query_block
-        distance = origin[2] + (query_block - key_block) * config.block
+        distance = origin[2] + (query_block - key_block) * config.block_size
         return step, StepIndices(
             origin[0] + launch_row, launch_row, query_block, key_block, distance
         )
@@ -85,7 +85,7 @@ def launch(
         return pl.BlockSpec(operand.block_shape, index_map)
 
     # An upper bound: the blocks that are skipped are known only at run time.
-    scores = grid.packed_steps.size * config.block**2 // (2 if config.causal else 1)
+    scores = grid.packed_steps.size * config.block_size**2 // (2 if config.causal else 1)
     prefetched = grid.packed_steps.reshape(-1), origin, slopes
     return pl.pallas_call(
         body,
@@ -103,7 +103,7 @@ def launch(
         cost_estimate=pl.CostEstimate(
             flops=2 * scores * features,
             transcendentals=scores,
-            bytes_accessed=scores // config.block * features * inputs[0].array.dtype.itemsize,
+            bytes_accessed=scores // config.block_size * features * inputs[0].array.dtype.itemsize,
         ),
         interpret=config.interpret,
     )(*prefetched, *(x.array for x in inputs))
