@@ -1,6 +1,6 @@
 """Position embeddings that are added to the embeddings of the tokens.
 
-Pure functions, arrays in and arrays out, for a model of any make.
+All functions are pure, take and return arrays, and work in any JAX model.
 """
 
 import jax.numpy as jnp
@@ -12,15 +12,15 @@ from jaxtyping import Float, Int
 def sinusoidal(
     positions: Int[Array, "... T"], width: int, *, layout: str = "interleaved"
 ) -> Float[Array, "... T {width}"]:
-    """Sines and cosines of each position, computed for any position; the first is 0.
+    """Sinusoidal embeddings of any positions; the first position of a text is 0.
 
-    Float32 `[..., T, width]`. `layout` says where feature pair k, of frequency f, stands:
+    Float32 `[..., T, width]`. `layout` sets the indices and the frequency f of feature pair k:
     - "interleaved": sin at 2k, cos at 2k+1; f = 10000^(−2k/width). Vaswani et al. 2017,
       section 3.5.
     - "halves": sin at k, cos at k + width/2; f = 10000^(−k/(width/2−1)). The code of
-      tensor2tensor and fairseq (whose first position is not 0 but `padding_idx` + 1).
+      tensor2tensor and fairseq (in fairseq the first position is `padding_idx` + 1, not 0).
 
-    Raises ValueError for an odd or no width, or an unknown layout.
+    Raises ValueError unless `width` is even and positive, or for an unknown layout.
     """
     if width < 2 or width % 2:
         raise ValueError(
@@ -29,13 +29,13 @@ def sinusoidal(
     half = width // 2
     match layout:
         case "interleaved":
-            pairs, axis = half, -1
+            exponent_divisor, axis = half, -1
         case "halves":
-            # Width 2 has only the frequency 1, whatever its exponent is divided by.
-            pairs, axis = max(half - 1, 1), -2
+            # Width 2 has only the frequency 1, for which any divisor but 0 will do.
+            exponent_divisor, axis = max(half - 1, 1), -2
         case _:
             raise ValueError(f"layout={layout!r} must be 'interleaved' or 'halves'")
-    frequencies = jnp.asarray(10000.0 ** (-np.arange(half) / pairs), jnp.float32)
+    frequencies = jnp.asarray(10000.0 ** (-np.arange(half) / exponent_divisor), jnp.float32)
     angles = jnp.asarray(positions, jnp.float32)[..., None] * frequencies
-    waves = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=axis)
-    return waves.reshape(*angles.shape[:-1], width)
+    sinusoids = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=axis)
+    return sinusoids.reshape(*angles.shape[:-1], width)

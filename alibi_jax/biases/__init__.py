@@ -1,12 +1,15 @@
-"""Biases that are added to attention scores: one file a method.
+"""Biases that are added to attention scores: one file for each method.
 
-Pure functions, arrays in and arrays out, for a model of any make. A bias is added after the
-scores are divided by sqrt(H) and before the mask. Each comes in two forms: by length, for one
-run of queries and keys, and `_at` positions given as arrays, for packed, padded, cached or
-sharded ones; the forget gate's comes from the inputs instead. Where heads are sharded, slice
-what is given by head out of the global arrays: slopes of a shard's own number of heads are
-others. Keys after their query are treated by their distance, as those before it, unless a
-function says otherwise.
+All functions are pure, take and return arrays, and work in any JAX model. Add a bias after the
+scores are divided by sqrt(H) and before the mask.
+
+Each bias comes in two forms. The first form takes lengths, for one contiguous run of queries and
+keys. The second form, with `_at` in its name, takes arrays of positions, for packed, padded,
+cached or sharded inputs. The forget gate's bias takes the summed gates instead of positions.
+
+Where heads are sharded, slice the parameters of a shard's heads out of the global arrays: the
+slopes for a smaller number of heads have other values. A key after its query gets the bias of
+its distance, as a key before its query does, unless a function says otherwise.
 """
 
 from alibi_jax.biases._positions import Bias

@@ -1,4 +1,4 @@
-"""Where queries and keys stand, and how far apart."""
+"""The positions of queries and keys, and the distances between them."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,16 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-# From query positions [..., T] and key positions [..., S], and where attention is given the
-# features of both, [B, T, ...] and [B, S, ...], from them too, to a bias [..., N, T, S].
+# A function that maps query positions [..., T] and key positions [..., S] to a bias
+# [..., N, T, S]. Attention that is given features of queries, [B, T, ...], and of keys,
+# [B, S, ...], passes both on as further arguments.
 Bias = Callable[..., Array | None]
 
 
 def positions_by_length(
     query_length: int, key_length: int | None, offset: int | Int[Array, ""] | None
 ) -> tuple[Int[Array, "T"], Int[Array, "S"]]:
-    """Positions of T queries and S keys, int32; lengths and `offset` as `alibi_bias` has them."""
+    """Positions of T queries and S keys, int32; the arguments are those of `alibi_bias`."""
     if key_length is None:
         key_length = query_length
     if offset is None:
@@ -31,8 +32,8 @@ def positions_by_length(
 def relative_positions(
     query_positions: Int[Array, "... T"], key_positions: Int[Array, "... S"]
 ) -> Int[Array, "... T S"]:
-    """Key minus query, int32; the leading axes broadcast."""
-    # Integers: float32 and still more bfloat16 would merge far positions before the difference.
+    """Key position minus query position, int32; the leading axes broadcast."""
+    # Subtract integers: float32, and bfloat16 even more, would round large positions first.
     queries = jnp.asarray(query_positions, jnp.int32)
     keys = jnp.asarray(key_positions, jnp.int32)
     return keys[..., None, :] - queries[..., :, None]
@@ -41,5 +42,5 @@ def relative_positions(
 def distances(
     query_positions: Int[Array, "... T"], key_positions: Int[Array, "... S"]
 ) -> Float[Array, "... T S"]:
-    """|i−j| in float32; the leading axes broadcast."""
+    """The distance |i−j| in float32; the leading axes broadcast."""
     return jnp.abs(relative_positions(query_positions, key_positions)).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""ALiBi: biases that fall in proportion to the distance, by a slope fixed for each head."""
+"""ALiBi: a bias that falls linearly with the distance, with a fixed slope for each head."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ Slopes = Float[Array, "N"] | Float[np.ndarray, "N"] | Sequence[float]
 def alibi_slopes(num_heads: int | np.integer) -> Float[Array, "N"]:
     """The slope of each head, in the order of the paper's code.
 
-    Float32 `[N]`. For a power of two, head h of N (from 1) has 2^(−8h/N); other counts continue
-    the slopes of the power of two below with every other slope of the power of two above, so
-    they are not sorted. Raises ValueError for fewer than one head.
+    Float32 `[N]`. If N is a power of two, head h (from 1 to N) has the slope 2^(−8h/N). Any other
+    N gets the slopes of the next lower power of two, followed by every other slope of the next
+    higher one, so its slopes are not sorted. Raises ValueError for fewer than one head.
 
     Press et al. 2021, "Train Short, Test Long", section 3 and `get_slopes` of its code.
     """
@@ -28,8 +28,9 @@ def alibi_slopes(num_heads: int | np.integer) -> Float[Array, "N"]:
         raise ValueError(f"num_heads={num_heads} must be at least 1")
     power = 1 << (int(num_heads).bit_length() - 1)
     slopes = _geometric(power) + _geometric(2 * power)[0::2][: num_heads - power]
-    # Numbers even where this is traced: a model may be made under `jit` and keep them. Put, not
-    # computed: the mesh that is set may be of devices that are not here, to compile for them.
+    # Concrete values even under a trace: a model may be made under `jit` and keep them. They are
+    # put on the device, not computed there: the current mesh may describe devices that are absent
+    # and only compiled for.
     with jax.ensure_compile_time_eval():
         return jax.device_put(np.array(slopes, np.float32))
 
@@ -48,13 +49,13 @@ def alibi_bias(
 ) -> Float[Array, "N T S"]:
     """ALiBi's bias, −m·|i−j|, of T queries over S keys.
 
-    `[N, T, S]`, computed in float32 and cast to `dtype` last. `key_length` is `query_length`
-    unless given. Keys stand at 0 … S−1 and query t at `offset` + t, by default S−T: the queries
-    are the last of the keys. `offset` may be traced. Raises ValueError for more queries than
-    keys without an offset.
+    `[N, T, S]`, computed in float32 and cast to `dtype` last. `key_length` defaults to
+    `query_length`. Keys have the positions 0 … S−1, and query t has the position `offset` + t.
+    `offset` defaults to S−T, which aligns the last query with the last key; it may be traced.
+    Raises ValueError for more queries than keys without an offset.
 
-    Press et al. 2021, "Train Short, Test Long", section 3. The absolute value makes it right in
-    both directions; masking is left to the attention.
+    Press et al. 2021, "Train Short, Test Long", section 3. The absolute value makes the bias
+    valid in both directions. The caller's attention applies the mask.
     """
     slopes = (
         alibi_slopes(int(num_heads_or_slopes))
@@ -76,9 +77,9 @@ def alibi_bias_at(
     """ALiBi's bias, −m·|i−j|, of queries at positions i over keys at positions j.
 
     `[..., N, T, S]`, computed in float32 and cast to `dtype` last; the leading axes of the
-    positions broadcast. Keys after their query use `future_slopes`, `[N]`, where given, so that
-    an encoder can tell the two directions apart. Raises ValueError unless there is one for each
-    slope.
+    positions broadcast. If `future_slopes`, `[N]`, are given, keys after their query use them, so
+    that an encoder can distinguish the two directions. Raises ValueError unless there is one
+    slope, and one future slope if any, for each head.
 
     Press et al. 2021, "Train Short, Test Long", section 3; for encoders
     ofirpress/attention_with_linear_biases#5.
@@ -86,24 +87,28 @@ def alibi_bias_at(
     relative = relative_positions(query_positions, key_positions)[..., None, :, :]
     past = jnp.asarray(slopes, jnp.float32)
     if past.ndim != 1:
-        raise ValueError("slopes must be one a head, [N]: of a number of heads, alibi_slopes(N)")
+        raise ValueError("slopes must be an array [N], one for each head: pass alibi_slopes(N)")
     slope = past[:, None, None]
     if future_slopes is not None:
         future = jnp.asarray(future_slopes, jnp.float32)
         if future.shape != past.shape:
-            raise ValueError(f"{future.size} future slopes for {past.size} slopes: one a head each")
+            raise ValueError(
+                f"{future.size} future slopes for {past.size} slopes: give one for each head"
+            )
         slope = jnp.where(relative > 0, future[:, None, None], slope)
-    # Negated as an integer: a key at its query's own position gets 0, not -0.
+    # The TPU kernel (`_scores` in attention/tpu/kernels.py) and the folded engine (`fold` in
+    # attention/folded.py) restate this formula: change all three together.
+    # The integer is negated, not the product: a key at its query's own position gets 0, not -0.
     return (slope * (-jnp.abs(relative)).astype(jnp.float32)).astype(dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearBias:
-    """ALiBi's bias as a function of positions, whose slopes can be seen: `alibi_bias_at`.
+    """ALiBi's bias as a function of positions (`alibi_bias_at`) that exposes its slopes.
 
-    Attention that is given this rather than any other function keeps no bias in memory, and can
-    tell which keys are too far away to matter.
+    Attention that gets a `LinearBias`, unlike any other bias function, keeps no bias in memory
+    and can skip the keys that are too far away to matter.
     """
 
     slopes: Slopes

@@ -1,4 +1,4 @@
-"""FIRE: a bias learned as a function of the distance, relative to the query's own position."""
+"""FIRE: a learned function of the distance, taken relative to the query's own position."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,20 @@ from jaxtyping import Float, Int
 
 from alibi_jax.biases._positions import distances, positions_by_length
 
-# Query rows at a time: the hidden units of all would be F/N times the size of the bias.
-_ROWS = 64
+# Queries that are computed at a time: the hidden units of all queries together would take F/N
+# times the memory of the bias.
+_QUERIES_PER_CHUNK = 64
 
 
 class FireWeights(NamedTuple):
-    """What FIRE learns, F hidden units for N heads.
+    """FIRE's parameters, with F hidden units for N heads.
 
-    A shard of the heads takes its slice of `out_kernel` and `out_bias` and all of the others.
+    A shard of the heads needs its slice of `out_kernel` and `out_bias`, and the other parameters
+    whole.
     """
 
     rate: Float[Array, ""]  # c, the steepness of the logarithm
-    threshold: Float[Array, ""]  # L, the position up to which distances are not interpolated
+    threshold: Float[Array, ""]  # L, the query position up to which the divisor is constant
     hidden_kernel: Float[Array, "F"]
     hidden_bias: Float[Array, "F"]
     out_kernel: Float[Array, "F N"]
@@ -36,8 +38,8 @@ def fire_bias(
 ) -> Float[Array, "N T S"]:
     """FIRE's bias, f(ψ(|i−j|) / ψ(max(L, i))), of T queries over S keys.
 
-    Float32 `[N, T, S]`. Lengths and `offset` as in `alibi_bias`, the rest as in `fire_bias_at`.
-    Raises ValueError as `alibi_bias`.
+    Float32 `[N, T, S]`. Lengths, `offset` and their ValueError are those of `alibi_bias`; the
+    rest is as in `fire_bias_at`.
 
     Li et al. 2023 (FIRE), section 3.
     """
@@ -49,13 +51,14 @@ def fire_bias_at(
     query_positions: Int[Array, "... T"],
     key_positions: Int[Array, "... S"],
 ) -> Float[Array, "... N T S"]:
-    """FIRE's bias, f(ψ(|i−j|) / ψ(max(L, i))), at positions i, counted from 0, and j.
+    """FIRE's bias, f(ψ(|i−j|) / ψ(max(L, i))), for query positions i and key positions j.
 
-    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. ψ(x) = log(c·x + 1),
-    f is a perceptron with one layer of ReLU. As in the authors' code, the signs of c and L do not
-    count, and the divisor is 1e-6 more. It is no function of the distance alone: moving all
-    positions changes it. The hidden units, `[..., T, S, F]`, exist for 64 queries at a time, and
-    the gradient computes them again.
+    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. Query positions are
+    counted from 0. ψ(x) = log(c·x + 1), and f is a perceptron with one hidden layer of ReLUs. As
+    in the authors' code, the signs of c and L are ignored, and 1e-6 is added to the divisor. The
+    bias depends on i as well as on the distance, so it changes when all positions are shifted.
+    The hidden units, `[..., T, S, F]`, exist for 64 queries at a time, and the gradient recomputes
+    them.
 
     Li et al. 2023 (FIRE), section 3.
     """
@@ -63,19 +66,23 @@ def fire_bias_at(
         jnp.asarray(weight, jnp.float32) for weight in weights
     )
 
-    def stretched(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def log_transform(x: Float[Array, "..."]) -> Float[Array, "..."]:
         return jnp.log1p(jnp.abs(rate) * x)
 
     queries = jnp.asarray(query_positions, jnp.float32)
-    reach = stretched(jnp.maximum(jnp.abs(threshold), queries)) + 1e-6
-    interpolated = stretched(distances(query_positions, key_positions)) / reach[..., None]
+    normalizer = log_transform(jnp.maximum(jnp.abs(threshold), queries)) + 1e-6
+    normalized_distances = (
+        log_transform(distances(query_positions, key_positions)) / normalizer[..., None]
+    )
 
     @jax.checkpoint
-    def row(inputs: Float[Array, "... S"]) -> Float[Array, "... N S"]:
+    def query_bias(inputs: Float[Array, "... S"]) -> Float[Array, "... N S"]:
         hidden = jax.nn.relu(inputs[..., None] * hidden_kernel + hidden_bias)
         highest = jax.lax.Precision.HIGHEST
         outputs = jnp.einsum("...sf,fn->...ns", hidden, out_kernel, precision=highest)
         return outputs + out_bias[:, None]
 
-    bias = jax.lax.map(row, jnp.moveaxis(interpolated, -2, 0), batch_size=_ROWS)
+    bias = jax.lax.map(
+        query_bias, jnp.moveaxis(normalized_distances, -2, 0), batch_size=_QUERIES_PER_CHUNK
+    )
     return jnp.moveaxis(bias, 0, -2)

@@ -1,4 +1,4 @@
-"""The forget gate's bias: what the gates between a key and its query let through."""
+"""The forget gate's bias: the sum of the log gates between a key and its query."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int
 
 
 class Decay(NamedTuple):
-    """The logarithms of the gates so far, summed, as a float32 and what it is short of.
+    """The sum of the log gates up to each token, as a float32 `high` and its rounding error `low`.
 
-    Near tokens late in a long text differ by little between two large sums, of which a single
-    float32 would keep nothing: at 4096 tokens it is off by 3e-4.
+    The bias of two nearby tokens late in a long text is a small difference of two large sums.
+    A single float32 would lose it: at 4096 tokens it is off by 3e-4.
     """
 
     high: Float[Array, "... S N"]
@@ -22,11 +22,11 @@ class Decay(NamedTuple):
 def forget_decay(
     log_gates: Float[Array, "... S N"], segment_ids: Int[Array, "... S"] | None = None
 ) -> Decay:
-    """How much each head has forgotten up to each token: the sum of its log gates so far.
+    """The sum of each head's log gates up to each token: how much the head has forgotten by then.
 
-    Two float32 of the shape given; a token's own gate is in its sum. `log_gates` are log f, at
-    most 0, with f a sigmoid of the inputs. Sums start anew with each run of equal segment ids, so
-    that nothing of one document, or of padding, reaches another's.
+    Two float32 arrays in the shape of `log_gates`. The sum of a token includes its own gate.
+    `log_gates` are log f, at most 0, where f is a sigmoid of the inputs. Each run of equal segment
+    ids starts a new sum, so that no document, and no padding, affects another document.
 
     Lin et al. 2025 (Forgetting Transformer), section 3.
     """
@@ -35,41 +35,44 @@ def forget_decay(
     if segment_ids is not None:
         changes = segment_ids[..., 1:] != segment_ids[..., :-1]
         starts = starts.at[..., 1:, :].set(changes[..., None])
-    high, low, _ = jax.lax.associative_scan(_add, (high, jnp.zeros_like(high), starts), axis=-2)
+    high, low, _ = jax.lax.associative_scan(_combine, (high, jnp.zeros_like(high), starts), axis=-2)
     return Decay(high, low)
 
 
-_Part = tuple[Float[Array, "..."], Float[Array, "..."], Bool[Array, "..."]]
+# The log gates of a run of tokens: the high and low parts of their sum, and whether a segment
+# starts in the run.
+_RunSum = tuple[Float[Array, "..."], Float[Array, "..."], Bool[Array, "..."]]
 
 
-def _add(before: _Part, after: _Part) -> _Part:
-    """The sum of two runs of tokens; of the later one alone, if a segment starts in it."""
-    high, low, start = before
-    more, more_low, more_start = after
-    total = high + more
-    # What the rounding of the total left out (Knuth 1969, theorem 4.2.2 B).
-    taken = total - high
-    missed = (high - (total - taken)) + (more - taken)
+def _combine(left: _RunSum, right: _RunSum) -> _RunSum:
+    """The sum of two neighbouring runs, or only of the right one if a segment starts in it."""
+    left_high, left_low, left_starts = left
+    right_high, right_low, right_starts = right
+    total = left_high + right_high
+    # The rounding error of the total (Knuth 1969, theorem 4.2.2 B).
+    rounded_right = total - left_high
+    error = (left_high - (total - rounded_right)) + (right_high - rounded_right)
     return (
-        jnp.where(more_start, more, total),
-        jnp.where(more_start, more_low, low + more_low + missed),
-        start | more_start,
+        jnp.where(right_starts, right_high, total),
+        jnp.where(right_starts, right_low, left_low + right_low + error),
+        left_starts | right_starts,
     )
 
 
 def forget_bias_at(query_decay: Decay, key_decay: Decay) -> Float[Array, "... N T S"]:
-    """The forget gate's bias, Σ log f over the tokens after key j up to query i.
+    """The forget gate's bias, Σ log f over the tokens after key j, up to and including query i.
 
-    Float32 `[..., N, T, S]`; the leading axes of the decays broadcast. Decays are of
-    `forget_decay`, over one sequence: `[..., T, N]` of the queries' own tokens and `[..., S, N]`.
-    For causal attention alone, within a segment: a key after its query would be rewarded, not
-    forgotten. With every gate of a head alike it is ALiBi of slope −log f.
+    Float32 `[..., N, T, S]`; the leading axes of the decays broadcast. Both decays come from one
+    `forget_decay` over the whole sequence: `query_decay` has the rows of the query tokens,
+    `[..., T, N]`, and `key_decay` those of the key tokens, `[..., S, N]`. The bias is for causal
+    attention within a segment only: it would reward a key after its query instead of forgetting
+    it. If all gates of a head are equal, it is ALiBi with slope −log f.
 
     Lin et al. 2025 (Forgetting Transformer), section 3.
     """
 
     def differences(queries: Array, keys: Array) -> Array:
-        queries, keys = (jnp.swapaxes(x, -1, -2) for x in (queries, keys))
+        queries, keys = (jnp.swapaxes(sums, -1, -2) for sums in (queries, keys))
         return queries[..., :, None] - keys[..., None, :]
 
     return differences(query_decay.high, key_decay.high) + differences(

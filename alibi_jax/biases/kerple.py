@@ -1,4 +1,4 @@
-"""KERPLE: biases that fall with the logarithm or a power of the distance, learned by head."""
+"""KERPLE: biases that fall with the logarithm or a power of the distance, learned per head."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,8 +17,8 @@ def kerple_log_bias(
 ) -> Float[Array, "N T S"]:
     """KERPLE's logarithmic bias, −r₁·log(1 + r₂·|i−j|), of T queries over S keys.
 
-    Float32 `[N, T, S]`. `scale` is r₁ and `rate` r₂, both positive. Lengths and `offset` as in
-    `alibi_bias`. Raises ValueError as `alibi_bias`.
+    Float32 `[N, T, S]`. `scale` is r₁ and `rate` is r₂, both positive. Lengths, `offset` and
+    their ValueError are those of `alibi_bias`.
 
     Chi et al. 2022 (KERPLE), section 4.
     """
@@ -31,15 +31,15 @@ def kerple_log_bias_at(
     query_positions: Int[Array, "... T"],
     key_positions: Int[Array, "... S"],
 ) -> Float[Array, "... N T S"]:
-    """KERPLE's logarithmic bias, −r₁·log(1 + r₂·|i−j|), at positions i and j.
+    """KERPLE's logarithmic bias, −r₁·log(1 + r₂·|i−j|), for query positions i, key positions j.
 
     Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. `scale` is r₁ and
-    `rate` r₂, both positive.
+    `rate` is r₂, both positive.
 
     Chi et al. 2022 (KERPLE), section 4.
     """
     distance = distances(query_positions, key_positions)[..., None, :, :]
-    return -_by_head(scale) * jnp.log1p(_by_head(rate) * distance)
+    return -_per_head(scale) * jnp.log1p(_per_head(rate) * distance)
 
 
 def kerple_power_bias(
@@ -52,8 +52,8 @@ def kerple_power_bias(
 ) -> Float[Array, "N T S"]:
     """KERPLE's power bias, −r₁·|i−j|^r₂, of T queries over S keys.
 
-    Float32 `[N, T, S]`. `scale` is r₁, positive, and `exponent` r₂, above 0 and at most 2; with 1
-    it is ALiBi of slope r₁. Lengths and `offset` as in `alibi_bias`. Raises ValueError as
+    Float32 `[N, T, S]`. `scale` is r₁, positive, and `exponent` is r₂, above 0 and at most 2. With
+    r₂ = 1 the bias is ALiBi with slope r₁. Lengths, `offset` and their ValueError are those of
     `alibi_bias`.
 
     Chi et al. 2022 (KERPLE), section 4.
@@ -68,17 +68,17 @@ def kerple_power_bias_at(
     query_positions: Int[Array, "... T"],
     key_positions: Int[Array, "... S"],
 ) -> Float[Array, "... N T S"]:
-    """KERPLE's power bias, −r₁·|i−j|^r₂, at positions i and j.
+    """KERPLE's power bias, −r₁·|i−j|^r₂, for query positions i and key positions j.
 
     Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. `scale` is r₁,
-    positive, and `exponent` r₂, above 0 and at most 2.
+    positive, and `exponent` is r₂, above 0 and at most 2.
 
     Chi et al. 2022 (KERPLE), section 4.
     """
     distance = distances(query_positions, key_positions)[..., None, :, :]
-    # JAX gives 0^p the derivative 0 by p, where 0^p · log 0 would be NaN.
-    return -_by_head(scale) * distance ** _by_head(exponent)
+    # JAX's derivative of 0^p with respect to p is 0, where the formula 0^p · log 0 gives NaN.
+    return -_per_head(scale) * distance ** _per_head(exponent)
 
 
-def _by_head(parameter: Float[Array, "N"]) -> Float[Array, "N 1 1"]:
+def _per_head(parameter: Float[Array, "N"]) -> Float[Array, "N 1 1"]:
     return jnp.asarray(parameter, jnp.float32)[:, None, None]

@@ -1,4 +1,4 @@
-"""Sandwich: the inner products of sinusoidal embeddings, with nothing to learn."""
+"""Sandwich: a bias of inner products of sinusoidal embeddings, without parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from alibi_jax.biases._positions import positions_by_length
 
 
 def sandwich_ratios(num_heads: int) -> Float[Array, "N"]:
-    """What each head divides by: head h of N (from 1) has 8h/N.
+    """The divisor of each head's bias: head h (from 1 to N) has 8h/N.
 
     Float32 `[N]`. Raises ValueError for fewer than one head.
 
@@ -31,8 +31,8 @@ def sandwich_bias(
 ) -> Float[Array, "N T S"]:
     """Sandwich's bias, (pᵢ·pⱼ − d/2) / ratio, of T queries over S keys.
 
-    Float32 `[N, T, S]`. Lengths and `offset` as in `alibi_bias`, the rest as in
-    `sandwich_bias_at`. Raises ValueError as both.
+    Float32 `[N, T, S]`. Lengths and `offset` are those of `alibi_bias`; the rest is as in
+    `sandwich_bias_at`. Raises the ValueErrors of both.
 
     Chi et al. 2023 (Sandwich), arXiv 2212.10356.
     """
@@ -52,36 +52,37 @@ def sandwich_bias_at(
     *,
     width: int = 128,
 ) -> Float[Array, "... N T S"]:
-    """Sandwich's bias, (pᵢ·pⱼ − d/2) / ratio, at positions i and j.
+    """Sandwich's bias, (pᵢ·pⱼ − d/2) / ratio, for query positions i and key positions j.
 
     Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. p are the sinusoids of
-    `width` d, so that pᵢ·pⱼ = Σ cos((i−j)·10000^(−2k/d)) over k from 0 to d/2−1. Less d/2, which
-    the softmax does not see, the bias is 0 at distance 0 and below it elsewhere. Before the
-    division it is exact to 5e-5 at distances up to 4096 and to 1e-3 at 10^5, wherever the two
-    stand. Raises ValueError unless `width` is even and positive.
+    `width` d, so that pᵢ·pⱼ = Σ cos((i−j)·10000^(−2k/d)) over k from 0 to d/2−1. Subtracting d/2
+    does not change the softmax; it makes the bias 0 at distance 0 and negative elsewhere. Before
+    the division, the error is at most 5e-5 at distances up to 4096 and 1e-3 at a distance of
+    10^5, at any positions. Raises ValueError unless `width` is even and positive.
 
     Chi et al. 2023 (Sandwich), arXiv 2212.10356.
     """
     products = jnp.einsum(
         "...td,...sd->...ts",
-        _waves(query_positions, width),
-        _waves(key_positions, width),
+        _sinusoids(query_positions, width),
+        _sinusoids(key_positions, width),
         precision=jax.lax.Precision.HIGHEST,
     )
-    by_head = jnp.asarray(ratios, jnp.float32)[:, None, None]
-    return (products - width / 2)[..., None, :, :] / by_head
+    divisor = jnp.asarray(ratios, jnp.float32)[:, None, None]
+    return (products - width / 2)[..., None, :, :] / divisor
 
 
-def _waves(positions: Int[Array, "... T"], width: int) -> Float[Array, "... T {width}"]:
-    """Cosines and sines of each position's angles."""
+def _sinusoids(positions: Int[Array, "... T"], width: int) -> Float[Array, "... T {width}"]:
+    """The cosines, then the sines, of each position's angles."""
     if width < 2 or width % 2:
         raise ValueError(
             f"width={width} must be even and positive: sines and cosines come in pairs"
         )
     frequencies = 10000.0 ** (-np.arange(0, width, 2) / width)
-    # Angles as integers, 2^32 a turn: they wrap as turns do, so that their differences are exact
-    # and only the distance of two positions matters. In float32 an angle of 10^5 is off by 0.004.
-    steps = jnp.asarray(np.round(frequencies * 2**32 / (2 * np.pi)), jnp.int32)
-    turns = jnp.asarray(positions, jnp.int32)[..., None] * steps
-    angles = turns.astype(jnp.float32) * (2 * np.pi / 2**32)
+    # Angles are int32 in units of 2^-32 turns. They overflow exactly at whole turns, so their
+    # differences are exact and depend on the distance of two positions only. In float32 an angle
+    # of 10^5 radians is off by 0.004.
+    units_per_position = jnp.asarray(np.round(frequencies * 2**32 / (2 * np.pi)), jnp.int32)
+    angle_units = jnp.asarray(positions, jnp.int32)[..., None] * units_per_position
+    angles = angle_units.astype(jnp.float32) * (2 * np.pi / 2**32)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

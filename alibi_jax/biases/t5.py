@@ -1,4 +1,4 @@
-"""T5's bias: learned by head and by bucket of the relative position."""
+"""T5's bias: one learned value for each head and each bucket of relative positions."""
 
 import bisect
 
@@ -16,39 +16,43 @@ def t5_buckets(
     num_buckets: int = 32,
     max_distance: int = 128,
 ) -> Int[Array, "..."]:
-    """The bucket of each relative position, key minus query.
+    """The bucket of each relative position (key position minus query position).
 
-    Int32, in the shape given. Half of the buckets hold one distance each, the others grow
-    logarithmically until `max_distance`, and the last takes all beyond. Causal: keys after their
-    query share bucket 0 with distance 0. Bidirectional: they have the upper half of the buckets
-    to themselves. Raises ValueError for buckets that can't be halved so, or a `max_distance`
-    within the buckets of one distance.
+    Int32, in the shape of `relative_position`. If causal, keys after their query share bucket 0
+    with distance 0. If bidirectional, keys after their query have the upper half of the buckets.
+    In each direction half of the buckets hold one distance each. The sizes of the others grow
+    logarithmically up to `max_distance`, and the last bucket holds all larger distances.
+
+    Raises ValueError unless there are at least 2 buckets for each direction, as many for one as
+    for the other, and `max_distance` is larger than the distances with a bucket of their own.
 
     Raffel et al. 2020 (T5), section 2.1, and `_relative_position_bucket` of its code.
     """
-    per_side, left_over = divmod(num_buckets, 2 if bidirectional else 1)
-    if per_side < 2 or left_over:
-        wanted = "even and at least 4 if bidirectional" if bidirectional else "at least 2"
-        raise ValueError(f"num_buckets={num_buckets} must be {wanted}")
-    if max_distance <= per_side // 2:
+    per_direction, remainder = divmod(num_buckets, 2 if bidirectional else 1)
+    if per_direction < 2 or remainder:
+        requirement = "even and at least 4 if bidirectional" if bidirectional else "at least 2"
+        raise ValueError(f"num_buckets={num_buckets} must be {requirement}")
+    if max_distance <= per_direction // 2:
         raise ValueError(
-            f"max_distance={max_distance} must be above {per_side // 2}: "
-            "each distance below has a bucket of its own"
+            f"max_distance={max_distance} must be above {per_direction // 2}: "
+            "each smaller distance has a bucket of its own"
         )
     relative = jnp.asarray(relative_position, jnp.int32)
     distance = jnp.abs(relative) if bidirectional else jnp.maximum(-relative, 0)
-    starts = jnp.array(_bucket_starts(per_side, max_distance), jnp.int32)
-    # Few boundaries: comparing with all is one fused pass, where a search is a loop of gathers.
-    buckets = jnp.searchsorted(starts, distance, side="right", method="compare_all")
-    return jnp.where(relative > 0, per_side + buckets, buckets) if bidirectional else buckets
+    bucket_starts = jnp.array(_bucket_starts(per_direction, max_distance), jnp.int32)
+    # There are few boundaries: comparing with all of them is one fused pass, while a binary search
+    # would be a loop of gathers.
+    buckets = jnp.searchsorted(bucket_starts, distance, side="right", method="compare_all")
+    return jnp.where(relative > 0, per_direction + buckets, buckets) if bidirectional else buckets
 
 
 def _bucket_starts(num_buckets: int, max_distance: int) -> list[int]:
-    """The least distance of each bucket but bucket 0.
+    """The smallest distance in each bucket except bucket 0.
 
-    T5's bucket e + floor(log(n/e) / log(M/e) · E), e buckets of one distance and E of logarithms,
-    reaches e + k where n^E · e^k ≥ M^k · e^E. A float32 logarithm can fall on either side
-    of such a boundary, depending on the device; integers can't.
+    Let e be the number of buckets with one distance each, E the number of logarithmic buckets and
+    M the `max_distance`. T5 puts a distance n ≥ e into bucket e + floor(log(n/e) / log(M/e) · E).
+    So bucket e + k starts at the smallest n with n^E · e^k ≥ M^k · e^E. Near such a boundary a
+    float32 logarithm may round to either side, depending on the device; integers are exact.
     """
     exact = num_buckets // 2
     logarithmic = num_buckets - exact
@@ -73,8 +77,9 @@ def t5_bias(
 ) -> Float[Array, "N T S"]:
     """T5's learned bias of T queries over S keys.
 
-    Float32 `[N, T, S]`; T5 shares one table among all layers and uses none in cross attention.
-    Lengths and `offset` as in `alibi_bias`. Raises ValueError as `alibi_bias` and `t5_buckets`.
+    Float32 `[N, T, S]`. T5 shares one table among all layers and has no bias in cross attention.
+    Lengths and `offset` are those of `alibi_bias`. Raises the ValueErrors of `alibi_bias` and
+    `t5_buckets`.
 
     Raffel et al. 2020 (T5), section 2.1.
     """
@@ -90,10 +95,10 @@ def t5_bias_at(
     bidirectional: bool = False,
     max_distance: int = 128,
 ) -> Float[Array, "... N T S"]:
-    """T5's learned bias of queries and keys at the positions given.
+    """T5's learned bias of queries over keys at the given positions.
 
-    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. Raises ValueError as
-    `t5_buckets`.
+    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. Raises the ValueErrors
+    of `t5_buckets`.
 
     Raffel et al. 2020 (T5), section 2.1.
     """

@@ -1,7 +1,7 @@
-"""Positions told by turning queries and keys: rotary, its rescalings, xPos, Transformer-XL.
+"""Position methods that transform queries and keys: rotary, its rescalings, xPos, Transformer-XL.
 
-Pure functions, arrays in and arrays out, for a model of any make. Rotate queries and keys
-alike, not values.
+All functions are pure, take and return arrays, and work in any JAX model. Apply them to queries
+and keys, not to values.
 """
 
 from alibi_jax.rotations.frequencies import (

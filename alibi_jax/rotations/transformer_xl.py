@@ -1,11 +1,11 @@
-"""Transformer-XL's relative positions, as more features of queries and keys."""
+"""Transformer-XL's relative positions, as additional features of queries and keys."""
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from alibi_jax.rotations.frequencies import rotary_frequencies
-from alibi_jax.rotations.rotary import centred, rotary_angles
+from alibi_jax.rotations.rotary import centre_positions, rotary_angles
 
 
 def transformer_xl(
@@ -17,24 +17,29 @@ def transformer_xl(
     position_bias: Float[Array, "N H"],
     kernel: Float[Array, "D N H"],
 ) -> tuple[Float[Array, "... T N H+D"], Float[Array, "... S K H+D"]]:
-    """Queries and keys whose plain attention is Transformer-XL's.
+    """Queries and keys with D more features, for which plain attention is Transformer-XL's.
 
-    With u = `content_bias`, v = `position_bias` and W = `kernel`, which are learned, the scores
-    that come out, divided by sqrt(H + D), are those of the paper divided by sqrt(H):
-    (q_i + u) · k_j + (q_i + v) · W R_(i−j), R_d the sines, then the cosines, of d · 10000^(−2k/D),
-    k from 0 to D/2 − 1. A sine of i − j is made of sines and cosines of i and of j, so the second
-    term is a product too, of D more features; those of the keys are one for all heads. There is
-    no `[T, S]` array and no shift of one, and positions may be any.
+    The paper's score of query i and key j is
+    ((q_i + u) · k_j + (q_i + v) · W R_(i−j)) / sqrt(H). Here u is `content_bias`, v is
+    `position_bias` and W is `kernel`; all three are learned. R_d holds the sines, then the cosines,
+    of d · 10000^(−2k/D) for k from 0 to D/2 − 1. The dot product of the returned queries and keys,
+    divided by sqrt(H + D), is this score.
 
-    In the dtypes of `query` and `key`; products are summed and angles computed in float32.
-    Positions are counted from the middle of the row's range, so where a row lies doesn't matter,
-    and both must come from one call: a cache holds its keys as they were. Raises ValueError for
-    an odd D.
+    A sine or cosine of i − j is a sum of products of sines and cosines of i and of j. So the
+    second term is a dot product of D additional features; the additional features of a key are
+    the same for all heads. No `[T, S]` array is made and shifted, and positions may have any
+    values.
+
+    The results have the dtypes of `query` and `key`; products are summed and angles are computed
+    in float32. Positions are counted from the middle of the row's range, so shifting all positions
+    changes nothing. For the same reason a query and the keys that it attends to must come from
+    one call: a cache must hold keys as they were before this function. Raises ValueError for an
+    odd D.
 
     Dai et al. 2019 (Transformer-XL), section 3.3.
     """
     head_size, width = query.shape[-1], kernel.shape[0]
-    queries, keys = centred(query_positions, key_positions)
+    queries, keys = centre_positions(query_positions, key_positions)
     frequencies = rotary_frequencies(width)
 
     position_query = jnp.einsum(
@@ -43,21 +48,21 @@ def transformer_xl(
         kernel.astype(query.dtype),
         preferred_element_type=jnp.float32,
     )
-    by_sine, by_cosine = jnp.split(position_query, 2, axis=-1)
+    sine_part, cosine_part = jnp.split(position_query, 2, axis=-1)
     angles = rotary_angles(queries, frequencies)[..., None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     query_features = [
         (query + content_bias).astype(jnp.float32),
-        by_cosine * sin - by_sine * cos,
-        by_sine * sin + by_cosine * cos,
+        cosine_part * sin - sine_part * cos,
+        sine_part * sin + cosine_part * cos,
     ]
-    # The attention divides by the square root of the size that it sees, H + D.
+    # The attention divides by the square root of the number of features that it gets, H + D.
     rescale = ((head_size + width) / head_size) ** 0.5
 
     angles = rotary_angles(keys, frequencies)[..., None, :]
-    waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(key.dtype)
-    waves = jnp.broadcast_to(waves, (*key.shape[:-1], width))
+    key_features = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(key.dtype)
+    key_features = jnp.broadcast_to(key_features, (*key.shape[:-1], width))
     return (
         (jnp.concatenate(query_features, axis=-1) * rescale).astype(query.dtype),
-        jnp.concatenate([key, waves], axis=-1),
+        jnp.concatenate([key, key_features], axis=-1),
     )

@@ -1,4 +1,4 @@
-"""xPos: rotary positions whose scores also shrink with the distance."""
+"""xPos: rotary positions with scores that also decay with the distance."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from alibi_jax.rotations.frequencies import rotary_frequencies
-from alibi_jax.rotations.rotary import centred, rotary
+from alibi_jax.rotations.rotary import centre_positions, rotary
 
 
 def xpos(
@@ -19,20 +19,23 @@ def xpos(
     gamma: float = 0.4,
     scale_base: float = 512.0,
 ) -> tuple[Float[Array, "... T N H"], Float[Array, "... S K H"]]:
-    """Queries and keys, rotated and scaled: a score decays with how far the key lies behind.
+    """Queries and keys, rotated and scaled so that scores decay with the distance to the key.
 
-    In the dtypes and layout of `rotary`, computed in float32. Pair k of H/2 shrinks by
-    ζ_k^((i−j)/scale_base) in the score of query i with key j, ζ_k = (k/(H/2) + γ) / (1 + γ), so
-    the fastest pairs forget first. A key after its query grows by as much, at long ranges past
-    float32: the mask has to replace its score, not add to it. The paper scales by ζ^(i−j);
-    dividing the exponent by 512 is of the authors' code (torchscale).
+    The results have the dtypes and the layout of `rotary`, and are computed in float32. In the
+    score of query i with key j, pair k of the H/2 pairs is multiplied by ζ_k^((i−j)/scale_base),
+    where ζ_k = (k/(H/2) + γ) / (1 + γ), so the fastest pairs decay fastest. For a key after its
+    query the factor grows instead, at long distances beyond float32's range: the mask must replace
+    its score, not add to it. The paper scales by ζ^(i−j); the authors' code (torchscale) divides
+    the exponent by 512.
 
-    Both count their positions from the middle of the row's range, so where a row lies doesn't
-    matter, and must be scaled in one call: a cache holds its keys unrotated. A query carries
-    ζ^(n/scale_base), its key ζ^(−n/scale_base), and n reaches half of the range, padding
-    included. With the defaults that is 10^±35 for a range of 65 536 positions, as far as float32
-    and bfloat16 hold ordinary queries and keys, and 150 or 1/150 for 4096, as far as float16
-    does; a larger `scale_base` stretches both alike.
+    Query and key positions are counted from the middle of the row's range, so shifting all
+    positions changes nothing. For the same reason a query and the keys that it attends to must
+    come from one call: a cache must hold keys before their rotation. At a position n from the
+    middle, a query is scaled by ζ^(n/scale_base) and a key by ζ^(−n/scale_base); |n| is at most
+    half of the range, padding included. With the defaults the scale is between 10^−35 and 10^35
+    for a range of 65 536 positions, the longest for which float32 and bfloat16 hold ordinary
+    queries and keys. It is between 1/150 and 150 for a range of 4096, the longest for float16. A
+    larger `scale_base` extends both ranges in proportion.
 
     Raises ValueError for an odd H, or unless `gamma` and `scale_base` are above 0.
 
@@ -41,16 +44,16 @@ def xpos(
     if gamma <= 0 or scale_base <= 0:
         raise ValueError(f"gamma={gamma} and scale_base={scale_base} must both be above 0")
     frequencies = rotary_frequencies(query.shape[-1], base=base)
-    shares = np.arange(frequencies.size) / frequencies.size
-    # By its logarithm, of float64: the power itself would round a base near 1 many times over.
-    decay = jnp.asarray(np.log((shares + gamma) / (1 + gamma)) / scale_base, jnp.float32)
+    fractions = np.arange(frequencies.size) / frequencies.size
+    # The logarithm in float64: a power of a float32 base near 1 would multiply its rounding error.
+    log_decay = jnp.asarray(np.log((fractions + gamma) / (1 + gamma)) / scale_base, jnp.float32)
 
-    def turned(
-        x: Float[Array, "... L M H"], relative: Int[Array, "... L"], sign: int
+    def rotate_and_scale(
+        x: Float[Array, "... L M H"], positions: Int[Array, "... L"], sign: int
     ) -> Float[Array, "... L M H"]:
-        scale = jnp.exp(sign * relative.astype(jnp.float32)[..., None, None] * decay)
-        whole = rotary(x.astype(jnp.float32), relative, frequencies=frequencies)
-        return (whole * jnp.concatenate([scale, scale], axis=-1)).astype(x.dtype)
+        scale = jnp.exp(sign * positions.astype(jnp.float32)[..., None, None] * log_decay)
+        rotated = rotary(x.astype(jnp.float32), positions, frequencies=frequencies)
+        return (rotated * jnp.concatenate([scale, scale], axis=-1)).astype(x.dtype)
 
-    queries, keys = centred(query_positions, key_positions)
-    return turned(query, queries, 1), turned(key, keys, -1)
+    queries, keys = centre_positions(query_positions, key_positions)
+    return rotate_and_scale(query, queries, 1), rotate_and_scale(key, keys, -1)
