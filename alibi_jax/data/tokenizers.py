@@ -1,8 +1,8 @@
-"""The tokenizers that can be chosen, and one way to make any of them."""
+"""The tokenizers of the configuration, and how they are made and restored."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,14 @@ from alibi_jax.data.errors import DataError
 from alibi_jax.data.text_files import check_text, split_point
 from alibi_jax.data.tokenizer_base import Tokenizer
 from alibi_jax.data.word_tokenizer import WordTokenizer
+from alibi_jax.progress import Progress
 
-# The library keeps some 100 bytes for each token of what it encodes at once.
-_PIECE = 2**20
+# Bytes of text per call of the BPE library, which needs some 100 bytes of memory for each token.
+_CHUNK_BYTES = 2**20
 
 
 class ByteTokenizer(Tokenizer):
-    """A token a byte. NUL, which text does not hold, is the separator."""
+    """One token per byte. NUL, which text does not contain, is the separator."""
 
     kind = "bytes"
     vocab_size = 256
@@ -31,18 +32,18 @@ class ByteTokenizer(Tokenizer):
         nul = document.find(b"\0")
         if nul >= 0:
             raise DataError(
-                f"data.tokenizer='bytes' keeps NUL to separate documents, and one has a NUL at "
+                f"data.tokenizer='bytes' separates documents by NUL, and a document has a NUL at "
                 f"byte {nul}: remove it, or use data.tokenizer='bpe'"
             )
         return np.frombuffer(document, np.uint8)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its kind says it all."""
+        """The kind alone, as nothing is learned."""
         return {"kind": self.kind}
 
 
 class BpeTokenizer(Tokenizer):
-    """Byte-level byte pair encoding; the separator is put before the model's own ids."""
+    """Byte-level byte pair encoding. Token 0 is the separator; the model's ids follow from 1."""
 
     kind = "bpe"
 
@@ -59,7 +60,10 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, documents: Iterator[bytes], vocab_size: int) -> "BpeTokenizer":
-        """Learns `vocab_size` tokens, separator included. Raises DataError if there are fewer."""
+        """Learns `vocab_size` tokens, separator included.
+
+        Raises DataError if the text gives fewer.
+        """
         from tokenizers import Tokenizer as Model
         from tokenizers import models, pre_tokenizers, trainers
 
@@ -71,7 +75,7 @@ class BpeTokenizer(Tokenizer):
             show_progress=True,
         )
         model.train_from_iterator(
-            (piece for document in documents for piece in _pieces(document)), trainer
+            (chunk for document in documents for chunk in _chunks(document)), trainer
         )
         tokenizer = cls(model.to_str())
         if tokenizer.vocab_size != vocab_size:
@@ -84,15 +88,15 @@ class BpeTokenizer(Tokenizer):
     def encode(self, document: bytes) -> Integer[np.ndarray, "T"]:
         """The tokens, int32. Raises DataError for bytes that are not UTF-8."""
         encode = self._model.encode_batch_fast
-        ids = [np.array(encode([piece])[0].ids, np.int32) for piece in _pieces(document)]
+        ids = [np.array(encode([chunk])[0].ids, np.int32) for chunk in _chunks(document)]
         return np.concatenate(ids) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """The library's own JSON, kept as a string so that it stays as it is."""
+        """The library's own JSON as a string, so that it is stored unchanged."""
         return {"kind": self.kind, "model": self._json}
 
 
-# What is called with the other values of `to_dict`.
+# `from_dict` calls these with the entries of `to_dict` other than "kind".
 _KINDS: dict[str, Callable[..., Tokenizer]] = {
     "bytes": ByteTokenizer,
     "bpe": BpeTokenizer,
@@ -101,44 +105,50 @@ _KINDS: dict[str, Callable[..., Tokenizer]] = {
 
 
 def from_dict(values: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_dict` wrote."""
+    """Restores the tokenizer whose `to_dict` gave `values`."""
     arguments = dict(values)
     return _KINDS[arguments.pop("kind")](**arguments)
 
 
 def make_tokenizer(config: Data) -> Tokenizer:
-    """The tokenizer of a configuration; BPE and words are of the training split, learned once."""
+    """The tokenizer of a configuration.
+
+    BPE and words are learned once from the training split and stored under `data_dir`.
+    """
     if config.tokenizer == "bytes":
         return ByteTokenizer()
-    from tqdm import tqdm
-
     from alibi_jax.data.builders import data_dir, open_documents
 
     documents = open_documents(config, "train")
     bpe = config.tokenizer == "bpe"
-    # Words are all kept, whatever `vocab_size`.
-    shaped = f"1 {config.vocab_size}" if bpe else "1"
-    key = hashlib.sha256(f"{shaped} {documents.fingerprint}".encode()).hexdigest()
-    kept = data_dir(config) / "alibi_jax" / f"{config.tokenizer}-{key[:24]}"
-    if not kept.is_dir():
-        with atomic_directory(kept) as staging:
-            progress = iter(tqdm(documents, desc="reading for the tokenizer", unit=" documents"))
+    # The word tokenizer keeps all words, whatever `vocab_size`.
+    settings = f"1 {config.vocab_size}" if bpe else "1"
+    key = hashlib.sha256(f"{settings} {documents.fingerprint}".encode()).hexdigest()
+    folder = data_dir(config) / "alibi_jax" / f"{config.tokenizer}-{key[:24]}"
+    if not folder.is_dir():
+        with atomic_directory(folder) as staging:
+            shown = _with_progress(documents, len(documents))
             tokenizer = (
-                BpeTokenizer.train(progress, config.vocab_size)
-                if bpe
-                else WordTokenizer.train(progress)
+                BpeTokenizer.train(shown, config.vocab_size) if bpe else WordTokenizer.train(shown)
             )
             (staging / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
-    # Read back also by the process that trained it: all of them use the first one kept.
-    return from_dict(json.loads((kept / "tokenizer.json").read_text()))
+    # Read back even after training here: all processes use the first tokenizer that was stored.
+    return from_dict(json.loads((folder / "tokenizer.json").read_text()))
 
 
-def _pieces(document: bytes) -> Iterator[str]:
-    """A document in pieces of bounded size, cut at line ends where there are any."""
+def _with_progress(documents: Iterable[bytes], count: int) -> Iterator[bytes]:
+    with Progress(count, "reading for the tokenizer", unit="document") as progress:
+        for document in documents:
+            yield document
+            progress.update()
+
+
+def _chunks(document: bytes) -> Iterator[str]:
+    """A document in chunks of bounded size, cut at line ends where possible."""
     check_text(document, "a document of data.dataset")
     start = 0
-    while len(document) - start > _PIECE:
-        end = split_point(document, start, start + _PIECE)
+    while len(document) - start > _CHUNK_BYTES:
+        end = split_point(document, start, start + _CHUNK_BYTES)
         yield document[start:end].decode()
         start = end
     yield document[start:].decode()
@@ -147,10 +157,11 @@ def _pieces(document: bytes) -> Iterator[str]:
 def _byte_of_character() -> dict[str, int]:
     """The byte that each character of the library's byte-level tokens stands for.
 
-    Printable Latin-1 characters are their own byte; the others follow from U+0100 on.
+    Printable Latin-1 characters stand for their own byte. Characters from U+0100 on stand for the
+    other bytes, in order.
     """
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in own]
-    return {chr(value): value for value in own} | {
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {
         chr(256 + index): value for index, value in enumerate(others)
     }

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float32, Float64, Int64
-from tqdm import tqdm
 
 from alibi_jax.data.windows import EvaluationWindows
 from alibi_jax.distributed import memory, sharding
+from alibi_jax.progress import Progress
 
 # Seconds between two times that unfinished work is kept.
 _KEEP_EVERY = 30.0
@@ -97,12 +97,12 @@ class Scorer:
         scores = Scores(nll, windows.targets, windows.contexts, 0.0, 0.0, resumed)
         groups = {first: group[missing[group]] for first, group in windows.groups().items()}
         last_kept = time.monotonic()
-        with tqdm(
-            total=sum(map(len, groups.values())),
-            desc=description,
+        with Progress(
+            sum(map(len, groups.values())),
+            description,
             unit="window",
             leave=False,
-            disable=jax.process_index() != 0,
+            shown=jax.process_index() == 0,
         ) as progress:
             try:
                 for first, group in groups.items():

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from alibi_jax.checkpoints import Checkpoints, Metadata
 from alibi_jax.config import Config, ConfigError, flatten, from_dict
@@ -19,9 +18,10 @@ from alibi_jax.data.windows import TrainingBatches, evaluation_windows
 from alibi_jax.distributed import sharding
 from alibi_jax.distributed.processes import StopRequest, first_then_all, say
 from alibi_jax.evaluation.scoring import Scorer
+from alibi_jax.progress import Progress
 from alibi_jax.provenance import provenance
 from alibi_jax.training.metrics import MetricsWriter
-from alibi_jax.training.optimizers import make_schedule
+from alibi_jax.training.optimizers import clipped_warmup, make_schedule
 from alibi_jax.training.profiling import Profiler, parse_steps
 from alibi_jax.training.step import StepMetrics, Trainer, TrainState, check_fits
 from alibi_jax.training.throughput import ThroughputMeter
@@ -117,6 +117,12 @@ def _introduce(trainer: Trainer, workdir: pathlib.Path, start: int) -> None:
         f"{trainer.mesh.devices.flat[0].device_kind}, processes {jax.process_count()}, from step "
         f"{start + 1} to {trainer.config.train.steps}"
     )
+    optimizer, steps = trainer.config.optimizer, trainer.config.train.steps
+    if clipped_warmup(optimizer, steps) < optimizer.warmup_steps:
+        say(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is more than train.steps={steps}: "
+            "the learning rate rises until the last step"
+        )
 
 
 def _latest_metadata(workdir: pathlib.Path) -> Metadata | None:
@@ -178,12 +184,8 @@ class _Loop:
         self.pace.restart()
         with (
             jax.set_mesh(trainer.mesh),
-            tqdm(
-                total=steps,
-                initial=start,
-                unit="step",
-                dynamic_ncols=True,
-                disable=jax.process_index() != 0,
+            Progress(
+                steps, "training", unit="step", initial=start, shown=jax.process_index() == 0
             ) as bar,
         ):
             behind: tuple[int, StepMetrics] | None = None
@@ -197,6 +199,7 @@ class _Loop:
                 if behind is not None:
                     self._read(*behind)
                 behind = (step, metrics)
+                bar.update()
                 stopping = self.stop.at(step)
                 saving = step % config.checkpoint.every == 0 or step == steps or stopping
                 if saving or self._logs(step) or step == start + 1 or self.profiler.waits(step):
@@ -209,7 +212,6 @@ class _Loop:
                     elif step == start + 1:
                         # Its time is mostly the compiler's: the rate counts from here.
                         self.pace.restart()
-                bar.update(1)
                 reached = step
                 if saving:
                     self._save(step, state)
@@ -243,7 +245,9 @@ class _Loop:
             )
         return loss, grad_norm
 
-    def _log(self, step: int, loss: float, grad_norm: float, state: TrainState, bar: Any) -> None:
+    def _log(
+        self, step: int, loss: float, grad_norm: float, state: TrainState, bar: Progress
+    ) -> None:
         """Writes the step's line, with the held-out loss where that is due."""
         values = {
             "loss": loss,
@@ -255,7 +259,7 @@ class _Loop:
             values |= self.validate(state.params)
         self.writer.write(step, values)
         mfu = f", MFU {values['mfu']:.0%}" if "mfu" in values else ""
-        bar.set_postfix_str(f"loss {loss:.3f}, {values['tokens_per_second']:,.0f} tokens/s{mfu}")
+        bar.note(f"loss {loss:.3f}, {values['tokens_per_second']:,.0f} tokens/s{mfu}")
         self.pace.restart()
 
     def _save(self, step: int, state: TrainState) -> None:
