@@ -1,11 +1,15 @@
-"""Position methods: what tells a transformer in which order its tokens stand.
+"""Position methods: how a transformer learns the order of its tokens.
 
-A method is up to four hooks: it adds to the embeddings, rotates queries and keys, biases the
-scores by position, or gates them by what the text says. It is a Flax module because some of them
-learn; those that do not hold no parameters.
+A method acts through one of four hooks: it adds to the token embeddings, rotates queries and keys,
+adds a bias to the scores by position, or gates the scores by the content of the text. Every method
+is a Flax module, because some methods have parameters.
+
+To add a method, write its class in embedded.py, rotated.py or biased.py. Then name it in `METHODS`
+(registry.py), which constructs it, and in `POSITIONS` (config/choices.py), which describes it to
+the checks of the configuration.
 """
 
 from alibi_jax.positions.base import PositionMethod
-from alibi_jax.positions.registry import METHODS, Method, make_position_method
+from alibi_jax.positions.registry import METHODS, MethodSpec, make_position_method
 
-__all__ = ["METHODS", "Method", "PositionMethod", "make_position_method"]
+__all__ = ["METHODS", "MethodSpec", "PositionMethod", "make_position_method"]

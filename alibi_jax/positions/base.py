@@ -1,4 +1,4 @@
-"""What a position method may do, and the method that does nothing."""
+"""The interface of position methods, which is also the method `none`."""
 
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
@@ -7,27 +7,30 @@ from alibi_jax.biases import Bias
 
 
 class PositionMethod(nnx.Module):
-    """No positions at all (NoPE): every hook leaves things as they are.
+    """No position method (NoPE): every hook leaves its inputs unchanged.
 
-    Causal attention alone tells how many tokens came before (Kazemnejad et al. 2023,
-    arXiv 2305.19466).
+    Other methods override some hooks. The model calls `embed`, `training_positions` and
+    `max_length` only for methods that all layers share; it calls the other hooks in each layer.
+
+    Without a position method, causal attention by itself tells a token how many tokens came before
+    it (Kazemnejad et al. 2023, arXiv 2305.19466).
     """
 
-    # The greatest length that the method can serve; None: it serves any.
+    # The longest input that the method can handle; None: it handles any length.
     max_length: int | None = None
-    # Gates that a token has in each layer (`gates`); they are cached along with keys and values.
+    # The number of gates of a token in each layer (`gates`); keys and values are cached with them.
     num_gates: int = 0
 
     def training_positions(
         self, positions: Int[Array, "*#B T"], key: Key[Array, ""], batch_size: int
     ) -> Int[Array, "*#B T"]:
-        """Positions as a training step has them, for methods that draw them at random."""
+        """The positions for a training step, for methods that draw them at random."""
         return positions
 
     def embed(
         self, x: Float[Array, "B T D"], positions: Int[Array, "*#B T"]
     ) -> Float[Array, "B T D"]:
-        """Token embeddings with positions added, in the dtype of `x`."""
+        """Token embeddings with position embeddings added, in the dtype of `x`."""
         return x
 
     def rotate(
@@ -37,24 +40,25 @@ class PositionMethod(nnx.Module):
         query_positions: Int[Array, "*#B T"],
         key_positions: Int[Array, "*#B S"],
     ) -> tuple[Float[Array, "B T N R"], Float[Array, "B S K R"]]:
-        """Queries and keys with their positions worked in, in their own dtypes.
+        """Queries and keys that encode their positions, in the dtypes of the inputs.
 
-        Keys come from the cache as they were projected, so that what a method makes of them may
-        depend on the queries and on how many they are.
+        The cache holds keys as they were projected, before this hook. So the result for cached
+        keys may depend on the queries and on the number of keys.
         """
         return query, key
 
     def gates(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N"] | None:
-        """Logarithms of forget gates, from a layer's normalised inputs, float32; None without.
+        """The log forget gates, float32, from a layer's normalised inputs; None: no gates.
 
-        What they add up to between key and query is added to the scores.
+        The sum of the log gates after a key, up to and including the query, is added to their
+        score.
         """
         return None
 
     def bias(self) -> Bias | None:
-        """What is added to the scores: a function of positions; None for nothing.
+        """The bias that is added to the scores, as a function of positions; None: no bias.
 
-        It takes positions of queries and keys, `[..., T]` and `[..., S]`, int32, to
-        `[..., N, T, S]`, float32. Linear biases are a `LinearBias`.
+        The function maps int32 positions of queries, `[..., T]`, and of keys, `[..., S]`, to a
+        float32 bias, `[..., N, T, S]`. A linear bias must be a `LinearBias`.
         """
         return None

@@ -1,4 +1,4 @@
-"""Methods that bias the scores."""
+"""Methods that add a bias to the scores."""
 
 import functools
 
@@ -25,20 +25,20 @@ from alibi_jax.positions.base import PositionMethod
 
 
 class Alibi(PositionMethod):
-    """Attention with linear biases (Press et al. 2021, section 3): -m·|i-j|, m fixed by head.
+    """Attention with linear biases (Press et al. 2021, section 3): -m·|i-j|, m fixed per head.
 
-    `factor` divides the slopes, for lengths past the training length (Al-Khateeb et al. 2023,
-    arXiv 2310.13017).
+    `slope_divisor` divides the slopes, for inputs longer than the training length (Al-Khateeb et
+    al. 2023, arXiv 2310.13017).
     """
 
-    def __init__(self, num_heads: int, factor: float = 1.0):
+    def __init__(self, num_heads: int, slope_divisor: float = 1.0):
         self.num_heads = num_heads
-        self.factor = factor
+        self.slope_divisor = slope_divisor
 
     def slopes(self) -> Slopes:
-        """Of all heads, whatever the sharding."""
-        # Numbers also where this is traced, from which it is decided what to compute.
-        return np.asarray(alibi_slopes(self.num_heads)) / np.float32(self.factor)
+        """The slopes of all heads, whatever the sharding."""
+        # Concrete values even under a trace: attention decides by them what to compute.
+        return np.asarray(alibi_slopes(self.num_heads)) / np.float32(self.slope_divisor)
 
     def bias(self) -> Bias:
         """The linear bias."""
@@ -46,24 +46,25 @@ class Alibi(PositionMethod):
 
 
 class AlibiLearned(Alibi):
-    """ALiBi with slopes that are trained, from the fixed ones on (Press et al. 2021, section 3).
+    """ALiBi with trained slopes that start at the fixed ones (Press et al. 2021, section 3).
 
-    Their logarithms are the parameters, so that they stay positive; all layers share them.
+    The parameters are the logarithms of the slopes, which keeps the slopes positive. All layers
+    share them.
     """
 
-    def __init__(self, num_heads: int, factor: float = 1.0):
-        super().__init__(num_heads, factor)
+    def __init__(self, num_heads: int, slope_divisor: float = 1.0):
+        super().__init__(num_heads, slope_divisor)
         self.log_slopes = nnx.Param(jnp.log(alibi_slopes(num_heads)), axes=("heads",))
 
     def slopes(self) -> Float[Array, "N"]:
-        """As they are by now."""
-        return jnp.exp(self.log_slopes[...]) / self.factor
+        """The current slopes of all heads."""
+        return jnp.exp(self.log_slopes[...]) / self.slope_divisor
 
 
 class T5(PositionMethod):
-    """T5's relative bias (Raffel et al. 2020, section 2.1): learned by head and distance bucket.
+    """T5's relative bias (Raffel et al. 2020, section 2.1), learned per head and distance bucket.
 
-    One table serves all layers, as in T5: 32 buckets, logarithmic from distance 16 to 128.
+    All layers share one table, as in T5. It has 32 buckets, logarithmic from distance 16 to 128.
     """
 
     def __init__(self, num_heads: int, rngs: nnx.Rngs):
@@ -71,24 +72,25 @@ class T5(PositionMethod):
         self.table = nnx.Param(table, axes=(None, "heads"))
 
     def bias(self) -> Bias:
-        """The learned bias of each pair's bucket."""
+        """The learned bias of the bucket of each query and key."""
         return functools.partial(t5_bias_at, self.table[...])
 
 
-# The authors' code clamps KERPLE's parameters from below at this.
-_LEAST = 1e-2
+# The lower limit to which the authors' code clamps KERPLE's parameters.
+_KERPLE_MINIMUM = 1e-2
 
 
 class KerpleLog(PositionMethod):
-    """KERPLE's logarithmic kernel (Chi et al. 2022, arXiv 2205.09921), each layer its own.
+    """KERPLE's logarithmic kernel (Chi et al. 2022, arXiv 2205.09921), with parameters per layer.
 
-    -r1·log(1 + r2·|i-j|), drawn as in the authors' code, r1 from U(0, 2) and r2 from U(0, 1).
-    Logarithms are the parameters, so that both stay positive.
+    The bias is -r1·log(1 + r2·|i-j|). Initial values are drawn as in the authors' code, r1 from
+    U(0, 2) and r2 from U(0, 1). The parameters are the logarithms of r1 and r2, which keeps both
+    positive.
     """
 
     def __init__(self, num_heads: int, rngs: nnx.Rngs):
-        self.log_scale = _logarithms(num_heads, 2.0, rngs)
-        self.log_rate = _logarithms(num_heads, 1.0, rngs)
+        self.log_scale = _log_of_uniform(num_heads, 2.0, rngs)
+        self.log_rate = _log_of_uniform(num_heads, 1.0, rngs)
 
     def bias(self) -> Bias:
         """The logarithmic bias."""
@@ -97,19 +99,22 @@ class KerpleLog(PositionMethod):
 
 
 class KerplePower(PositionMethod):
-    """KERPLE's power kernel (Chi et al. 2022, arXiv 2205.09921), each layer its own.
+    """KERPLE's power kernel (Chi et al. 2022, arXiv 2205.09921), with parameters per layer.
 
-    -r1·|i-j|^r2, drawn as in the authors' code, r1 from U(0, 1) and r2 from U(0, 2). The
-    parameters are the logarithm of r1 and the log-odds of r2/2, so that r1 stays positive and r2
-    between 0 and 2.
+    The bias is -r1·|i-j|^r2. Initial values are drawn as in the authors' code, r1 from U(0, 1) and
+    r2 from U(0, 2). The parameters are the logarithm of r1 and the log-odds of r2/2, which keeps r1
+    positive and r2 between 0 and 2.
     """
 
     def __init__(self, num_heads: int, rngs: nnx.Rngs):
-        self.log_scale = _logarithms(num_heads, 1.0, rngs)
-        halves = jax.random.uniform(
-            rngs.params(), (num_heads,), minval=_LEAST / 2, maxval=1.0 - _LEAST / 2
+        self.log_scale = _log_of_uniform(num_heads, 1.0, rngs)
+        half_exponents = jax.random.uniform(
+            rngs.params(),
+            (num_heads,),
+            minval=_KERPLE_MINIMUM / 2,
+            maxval=1.0 - _KERPLE_MINIMUM / 2,
         )
-        self.exponent_logits = nnx.Param(jax.scipy.special.logit(halves), axes=("heads",))
+        self.exponent_logits = nnx.Param(jax.scipy.special.logit(half_exponents), axes=("heads",))
 
     def bias(self) -> Bias:
         """The power bias."""
@@ -118,29 +123,30 @@ class KerplePower(PositionMethod):
         return functools.partial(kerple_power_bias_at, scale, exponent)
 
 
-def _logarithms(num_heads: int, largest: float, rngs: nnx.Rngs) -> nnx.Param:
-    drawn = jax.random.uniform(rngs.params(), (num_heads,), minval=_LEAST, maxval=largest)
+def _log_of_uniform(num_heads: int, maximum: float, rngs: nnx.Rngs) -> nnx.Param:
+    """The logarithms of values drawn uniformly for each head, up to `maximum`."""
+    drawn = jax.random.uniform(rngs.params(), (num_heads,), minval=_KERPLE_MINIMUM, maxval=maximum)
     return nnx.Param(jnp.log(drawn), axes=("heads",))
 
 
 class Sandwich(PositionMethod):
-    """Sandwich (Chi et al. 2023, arXiv 2212.10356): the inner product of two sinusoids."""
+    """Sandwich (Chi et al. 2023, arXiv 2212.10356): the inner product of sinusoidal embeddings."""
 
     def __init__(self, num_heads: int):
         self.num_heads = num_heads
 
     def bias(self) -> Bias:
-        """The bias, without parameters."""
+        """Sandwich's bias, which has no parameters."""
         return functools.partial(sandwich_bias_at, sandwich_ratios(self.num_heads))
 
 
 class Fire(PositionMethod):
-    """FIRE (Li et al. 2023, arXiv 2310.04418), each layer its own.
+    """FIRE (Li et al. 2023, arXiv 2310.04418), with parameters per layer.
 
-    A network of 32 hidden units maps the distance, relative to the query's position, to a bias
-    by head. The threshold starts at a quarter of the training length, as the paper's 512 of
-    2048, and the rate at 0.1. The threshold's logarithm is the parameter, so that steps of the
-    learning rate's size can move it far.
+    A network with 32 hidden units maps the distance, relative to the query's position, to the bias
+    of each head. The threshold starts at a quarter of the training length, like the paper's 512 for
+    2048, and the rate starts at 0.1. The parameter is the threshold's logarithm, so that steps of
+    about the learning rate can change the threshold by a large amount.
     """
 
     def __init__(self, num_heads: int, train_length: int, rngs: nnx.Rngs):
@@ -158,7 +164,7 @@ class Fire(PositionMethod):
         self.out_bias = nnx.Param(uniform((num_heads,), hidden), axes=("heads",))
 
     def bias(self) -> Bias:
-        """The network's bias of each pair."""
+        """The network's bias of each query and key."""
         weights = FireWeights(
             rate=self.rate[...],
             threshold=jnp.exp(self.log_threshold[...]),
@@ -171,10 +177,11 @@ class Fire(PositionMethod):
 
 
 class Fox(PositionMethod):
-    """The Forgetting Transformer's gates (Lin et al. 2025, arXiv 2503.02130), each layer its own.
+    """Forgetting Transformer's gates (Lin et al. 2025, arXiv 2503.02130), parameters per layer.
 
-    A key fades by the gates of all tokens after it, up to the query: ALiBi whose slope depends
-    on the text. Gates are sigmoids of a projection of the layer's inputs.
+    The score of a key falls by the gates of all tokens after it, up to and including the query:
+    ALiBi with a slope that depends on the text. The gates are sigmoids of a projection of the
+    layer's inputs.
     """
 
     def __init__(self, width: int, num_heads: int, rngs: nnx.Rngs):
@@ -184,7 +191,7 @@ class Fox(PositionMethod):
         self.num_gates = num_heads
 
     def gates(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N"]:
-        """log sigmoid(x·W + b): at most 0."""
+        """The log gates, log sigmoid(x·W + b), which are at most 0."""
         logits = jnp.einsum(
             "btd,dn->btn",
             x,

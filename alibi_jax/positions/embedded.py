@@ -1,4 +1,4 @@
-"""Methods that add to the embeddings of the tokens, once, before the first layer."""
+"""Methods that add to the token embeddings, once, before the first layer."""
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,15 @@ class Sinusoidal(PositionMethod):
     def embed(
         self, x: Float[Array, "B T D"], positions: Int[Array, "*#B T"]
     ) -> Float[Array, "B T D"]:
-        """Token embeddings with sines and cosines added, in the dtype of `x`."""
+        """Token embeddings with sinusoidal embeddings added, in the dtype of `x`."""
         return (x + sinusoidal(positions, x.shape[-1])).astype(x.dtype)
 
 
 class Shape(Sinusoidal):
-    """Sinusoidal embeddings of positions shifted at random (SHAPE; Kiyono et al. 2021).
+    """Sinusoidal embeddings of randomly shifted positions (SHAPE; Kiyono et al. 2021).
 
-    In training each sequence starts anywhere from 0 to `max_shift`, drawn uniformly; otherwise
-    at 0. arXiv 2109.05644.
+    In training, each sequence starts at a position drawn uniformly from 0 to `max_shift`; at other
+    times it starts at 0. arXiv 2109.05644.
     """
 
     def __init__(self, max_shift: int):
@@ -33,7 +33,7 @@ class Shape(Sinusoidal):
     def training_positions(
         self, positions: Int[Array, "*#B T"], key: Key[Array, ""], batch_size: int
     ) -> Int[Array, "B T"]:
-        """Positions with a shift of each row's own."""
+        """Positions with a random shift for each row."""
         shifts = jax.random.randint(key, (batch_size, 1), 0, self.max_shift + 1)
         return positions + shifts
 
@@ -41,9 +41,10 @@ class Shape(Sinusoidal):
 class Randomized(Sinusoidal):
     """Sinusoidal embeddings of an ordered random subset of positions (Ruoss et al. 2023).
 
-    In training position p of a row is the (p+1)-th least of T drawn from 0, 1, ..., `range` - 1
-    without replacement; otherwise p itself. (The authors' code draws whenever it runs, which
-    leaves no repeatable evaluation and no cache.) arXiv 2305.16843.
+    In training, T positions are drawn for each row from 0, 1, ..., `position_range` - 1 without
+    replacement, and position p becomes the (p+1)-th smallest of them. At other times p stays p.
+    (The authors' code also draws in evaluation, which rules out repeatable evaluations and a
+    cache.) arXiv 2305.16843.
     """
 
     def __init__(self, position_range: int):
@@ -52,7 +53,7 @@ class Randomized(Sinusoidal):
     def training_positions(
         self, positions: Int[Array, "*#B T"], key: Key[Array, ""], batch_size: int
     ) -> Int[Array, "B T"]:
-        """Positions looked up in each row's own subset."""
+        """Positions looked up in a random subset for each row."""
         length = positions.shape[-1]
         if length > self.position_range:
             raise ValueError(
@@ -69,7 +70,7 @@ class Randomized(Sinusoidal):
 
 
 class Learned(PositionMethod):
-    """A learned embedding for each position up to `max_length`, and none past it."""
+    """A learned embedding for each of the first `max_length` positions, and none for later ones."""
 
     def __init__(self, max_length: int, width: int, rngs: nnx.Rngs):
         table = 0.02 * jax.random.normal(rngs.params(), (max_length, width), jnp.float32)
@@ -82,18 +83,18 @@ class Learned(PositionMethod):
         """Token embeddings with the table's rows added, in the dtype of `x`.
 
         Raises:
-            ValueError: when positions pass the table's end, as far as that is known while
-                tracing. Where it is not, they give NaN, never another position's row.
+            ValueError: when a position is past the end of the table and is known while tracing.
+                A position that is not known then gives NaN, never the row of another position.
         """
         table = self.table[...]
-        asked = positions.shape[-1]
+        length = positions.shape[-1]
         if not isinstance(positions, jax.core.Tracer) and positions.size:
-            # By numpy: under jit, JAX traces even what is known.
-            asked = max(asked, int(np.asarray(positions).max()) + 1)
-        if asked > table.shape[0]:
+            # NumPy computes the maximum: under jit, JAX would trace even concrete positions.
+            length = max(length, int(np.asarray(positions).max()) + 1)
+        if length > table.shape[0]:
             raise ValueError(
                 f"learned positions end at {table.shape[0]}, the training length: "
-                f"there is no embedding for a length of {asked}"
+                f"there is no embedding for a length of {length}"
             )
         rows = table.at[positions].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return (x + rows).astype(x.dtype)

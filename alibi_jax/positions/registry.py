@@ -1,4 +1,7 @@
-"""Every position method by its name in the configuration."""
+"""The constructor of every position method, by its name in the configuration.
+
+`config.POSITIONS` has the same names and holds what the checks of the configuration must know.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -31,10 +34,11 @@ from alibi_jax.rotations import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
-    """How a method is made from the configuration and the training length.
+class MethodSpec:
+    """How a position method is made, and whether layers share it.
 
-    `per_layer`: each layer has one of its own; otherwise one serves all layers.
+    `make` takes the configuration of the model, the training length and random keys. With
+    `per_layer` each layer has a method of its own; otherwise all layers share one.
     """
 
     make: Callable[[Model, int, nnx.Rngs], PositionMethod]
@@ -43,7 +47,7 @@ class Method:
 
 def _rotary(config: Model, train_length: int, rngs: nnx.Rngs) -> Rotary:
     size, factor = config.head_size, config.rescaling_factor
-    # Numbers, also where the model is made under a transformation.
+    # Concrete frequencies even where the model is made under a transformation.
     with jax.ensure_compile_time_eval():
         match config.rescaling:
             case "linear":
@@ -61,35 +65,74 @@ def _rotary_truncated(config: Model, train_length: int, rngs: nnx.Rngs) -> Rotar
         return Rotary(truncated_frequencies(config.head_size, config.rotary_fraction))
 
 
-def _alibi_factor(config: Model) -> float:
+def _slope_divisor(config: Model) -> float:
+    """The number by which ALiBi's slopes are divided."""
     return config.rescaling_factor if config.rescaling == "linear" else 1.0
 
 
-METHODS: dict[str, Method] = {
-    "alibi": Method(lambda c, length, rngs: Alibi(c.num_heads, _alibi_factor(c))),
-    "alibi_learned": Method(lambda c, length, rngs: AlibiLearned(c.num_heads, _alibi_factor(c))),
-    "sinusoidal": Method(lambda c, length, rngs: Sinusoidal()),
-    "learned": Method(lambda c, length, rngs: Learned(length, c.width, rngs)),
-    "shape": Method(lambda c, length, rngs: Shape(c.max_shift)),
-    "randomized": Method(lambda c, length, rngs: Randomized(c.randomized_range)),
-    "rotary": Method(_rotary),
-    "rotary_truncated": Method(_rotary_truncated),
-    "xpos": Method(lambda c, length, rngs: XPos()),
-    "transformer_xl": Method(
-        lambda c, length, rngs: TransformerXL(c.width, c.num_heads, rngs), per_layer=True
+METHODS: dict[str, MethodSpec] = {
+    "alibi": MethodSpec(
+        lambda config, train_length, rngs: Alibi(config.num_heads, _slope_divisor(config))
     ),
-    "t5": Method(lambda c, length, rngs: T5(c.num_heads, rngs)),
-    "kerple_log": Method(lambda c, length, rngs: KerpleLog(c.num_heads, rngs), per_layer=True),
-    "kerple_power": Method(lambda c, length, rngs: KerplePower(c.num_heads, rngs), per_layer=True),
-    "sandwich": Method(lambda c, length, rngs: Sandwich(c.num_heads)),
-    "fire": Method(lambda c, length, rngs: Fire(c.num_heads, length, rngs), per_layer=True),
-    "fox": Method(lambda c, length, rngs: Fox(c.width, c.num_heads, rngs), per_layer=True),
-    "none": Method(lambda c, length, rngs: PositionMethod()),
+    "alibi_learned": MethodSpec(
+        lambda config, train_length, rngs: AlibiLearned(config.num_heads, _slope_divisor(config))
+    ),
+    "sinusoidal": MethodSpec(lambda config, train_length, rngs: Sinusoidal()),
+    "learned": MethodSpec(
+        lambda config, train_length, rngs: Learned(train_length, config.width, rngs)
+    ),
+    "shape": MethodSpec(lambda config, train_length, rngs: Shape(config.max_shift)),
+    "randomized": MethodSpec(
+        lambda config, train_length, rngs: Randomized(config.randomized_range)
+    ),
+    "rotary": MethodSpec(_rotary),
+    "rotary_truncated": MethodSpec(_rotary_truncated),
+    "xpos": MethodSpec(lambda config, train_length, rngs: XPos()),
+    "transformer_xl": MethodSpec(
+        lambda config, train_length, rngs: TransformerXL(config.width, config.num_heads, rngs),
+        per_layer=True,
+    ),
+    "t5": MethodSpec(lambda config, train_length, rngs: T5(config.num_heads, rngs)),
+    "kerple_log": MethodSpec(
+        lambda config, train_length, rngs: KerpleLog(config.num_heads, rngs), per_layer=True
+    ),
+    "kerple_power": MethodSpec(
+        lambda config, train_length, rngs: KerplePower(config.num_heads, rngs), per_layer=True
+    ),
+    "sandwich": MethodSpec(lambda config, train_length, rngs: Sandwich(config.num_heads)),
+    "fire": MethodSpec(
+        lambda config, train_length, rngs: Fire(config.num_heads, train_length, rngs),
+        per_layer=True,
+    ),
+    "fox": MethodSpec(
+        lambda config, train_length, rngs: Fox(config.width, config.num_heads, rngs), per_layer=True
+    ),
+    "none": MethodSpec(lambda config, train_length, rngs: PositionMethod()),
 }
 
 
 def make_position_method(
     name: str, config: Model, *, train_length: int, rngs: nnx.Rngs
 ) -> PositionMethod:
-    """The method of that name; a learned table reaches to the training length."""
-    return METHODS[name].make(config, train_length, rngs)
+    """The position method with this name; a learned table has `train_length` rows.
+
+    Raises ValueError for a method made for each layer that overrides a hook which the model calls
+    only for methods that all layers share.
+    """
+    spec = METHODS[name]
+    method = spec.make(config, train_length, rngs)
+    if spec.per_layer:
+        overridden = [
+            hook
+            for hook in ("embed", "training_positions")
+            if getattr(type(method), hook) is not getattr(PositionMethod, hook)
+        ]
+        if method.max_length is not None:
+            overridden.append("max_length")
+        if overridden:
+            raise ValueError(
+                f"the position method {name!r} has per_layer=True and overrides "
+                f"{', '.join(overridden)}, which the model uses only for methods that all layers "
+                "share: give it per_layer=False"
+            )
+    return method

@@ -1,4 +1,4 @@
-"""Methods that work positions into queries and keys, anew in each layer."""
+"""Methods that transform queries and keys by their positions, in each layer."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,15 @@ from alibi_jax.rotations import rotary, transformer_xl, xpos
 
 
 class Rotary(PositionMethod):
-    """Rotary positions (Su et al. 2021, equation 34): queries and keys turn with position.
+    """Rotary positions (Su et al. 2021, equation 34): queries and keys rotate with the position.
 
-    `frequencies` of each pair of features, in radians a position, say how fast; rescaled ones
-    reach further. `temperature` scales queries and keys alike (YaRN).
+    `frequencies` are the speeds of the pairs of features, in radians per position; rescaled
+    frequencies extend the usable length. Queries and keys are each multiplied by `temperature`
+    (YaRN).
     """
 
     def __init__(self, frequencies: Float[Array, "R"], temperature: float = 1.0):
-        # Numbers rather than an array: what never changes belongs to the graph, not to the state.
+        # Python numbers, not an array: constants belong to the graph definition, not to the state.
         self.frequencies = tuple(float(frequency) for frequency in frequencies)
         self.temperature = temperature
 
@@ -30,7 +31,7 @@ class Rotary(PositionMethod):
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"]]:
         """Queries and keys, rotated by their positions."""
         frequencies = jnp.asarray(self.frequencies, jnp.float32)
-        # Scaling the queries by the square is scaling both.
+        # Multiplying queries by the square gives the same scores as multiplying both once.
         query = rotary(query, query_positions, frequencies=frequencies)
         if self.temperature != 1.0:
             query = (query * self.temperature**2).astype(query.dtype)
@@ -38,7 +39,7 @@ class Rotary(PositionMethod):
 
 
 class XPos(PositionMethod):
-    """xPos (Sun et al. 2022, algorithm 1): rotary, and products that decay with the distance."""
+    """xPos (Sun et al. 2022, algorithm 1): rotary with scores that decay with the distance."""
 
     def rotate(
         self,
@@ -52,18 +53,18 @@ class XPos(PositionMethod):
 
 
 class TransformerXL(PositionMethod):
-    """Transformer-XL's relative encoding (Dai et al. 2019, section 3.3), each layer its own.
+    """Transformer-XL's relative encoding (Dai et al. 2019, section 3.3), with parameters per layer.
 
-    Scores are (q + u)·k + (q + v)·W R, R the sinusoids of the distance between query and key.
+    Scores are (q + u)·k + (q + v)·W R, where R holds the sinusoids of the position difference i−j.
     """
 
     def __init__(self, width: int, num_heads: int, rngs: nnx.Rngs):
-        size = width // num_heads
-        kernel = jax.random.normal(rngs.params(), (width, num_heads, size), jnp.float32)
+        head_size = width // num_heads
+        kernel = jax.random.normal(rngs.params(), (width, num_heads, head_size), jnp.float32)
         self.kernel = nnx.Param(kernel * width**-0.5, axes=("embed", "heads", None))
-        bias = jnp.zeros((num_heads, size), jnp.float32)
-        self.content_bias = nnx.Param(bias, axes=("heads", None))
-        self.position_bias = nnx.Param(bias, axes=("heads", None))
+        zeros = jnp.zeros((num_heads, head_size), jnp.float32)
+        self.content_bias = nnx.Param(zeros, axes=("heads", None))
+        self.position_bias = nnx.Param(zeros, axes=("heads", None))
 
     def rotate(
         self,
@@ -72,7 +73,7 @@ class TransformerXL(PositionMethod):
         query_positions: Int[Array, "*#B T"],
         key_positions: Int[Array, "*#B S"],
     ) -> tuple[Float[Array, "B T N R"], Float[Array, "B S K R"]]:
-        """Queries and keys with D more features, whose product is the relative term."""
+        """Queries and keys with D more features, whose dot product is the relative term."""
         return transformer_xl(
             query,
             key,
