@@ -14,13 +14,8 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def log(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    return sys.stderr
-
-
-def test_a_log_gets_one_whole_line_for_each_note(log):
+def test_a_log_gets_one_whole_line_for_each_note(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
     with Progress(1200, "training", unit="step", initial=2) as progress:
         for step in range(3, 1006):
             progress.update()
@@ -31,7 +26,8 @@ def test_a_log_gets_one_whole_line_for_each_note(log):
     )
 
 
-def test_a_log_gets_a_line_now_and_then_without_notes(log, monkeypatch):
+def test_a_log_gets_a_line_now_and_then_without_notes(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
     clock = iter(range(0, 1000, 20))
     monkeypatch.setattr(progresses.time, "monotonic", lambda: next(clock))
     with Progress(None, "tokenising", unit="B") as progress:
