@@ -18,13 +18,15 @@ _CONFIG = cli.define_config(pathlib.Path(__file__).parent / "configs" / "tiny.py
 _PLAN = flags.DEFINE_string(
     "plan",
     None,
-    "Plan the run for devices that need not be here, and train nothing: v5e:16x16, cpu:8, ...; "
-    "v5e:16x16,search tries several meshes.",
+    "Compile the run for the devices named (v5e:16x16, cpu:8, ...), which need not be here, print "
+    "its memory and time, and train nothing; v5e:16x16,search compares several meshes.",
 )
 _PROFILE = flags.DEFINE_string(
-    "profile", "", "Steps to trace into <workdir>/profile, the first and the last: 10:15."
+    "profile", "", "First and last step to trace into <workdir>/profile: 10:15."
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where to; default: runs/ and the config's name.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Folder of the run; default: runs/ and the name of the config file."
+)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What train.py and eval.py share: flags, several processes, errors in one line."""
+"""What train.py and eval.py share: flags, joining other processes, errors in one line."""
 
 import pathlib
 import re
@@ -15,31 +15,41 @@ from ml_collections import config_flags
 from alibi_jax.config import Config, ConfigError, check_key, fields_of
 from alibi_jax.distributed import processes, sharding
 
-_DEBUG = flags.DEFINE_bool("debug", False, "Show a traceback with an error.")
+_DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "host:port of process 0, where several processes are launched by hand."
+    "coordinator", None, "host:port of process 0, for several processes that are started by hand."
 )
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many, with --coordinator.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which one this is, with --coordinator.")
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "Number of processes, with --coordinator."
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "Number of this process, from 0, with --coordinator."
+)
 _CACHE = flags.DEFINE_string(
-    "compilation_cache", None, "A folder for what is compiled, from which the next start reads it."
+    "compilation_cache", None, "Folder for compiled programs, which the next start then reads."
 )
 _JOIN_TIMEOUT = flags.DEFINE_integer(
-    "join_timeout", 300, "Seconds in which all processes must have started."
+    "join_timeout", 300, "Seconds within which all processes must start."
 )
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Parses the flags and exits with what `main` returns; any error is one line, exit 1."""
+    """Parses the flags, runs `main` and exits with the code that it returns.
+
+    An error is one line on standard error, and exit code 1. `--help` lists the flags of this
+    module along with those of the program.
+    """
+    for flag in (_DEBUG, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _CACHE, _JOIN_TIMEOUT):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     app.run(lambda _: _guarded(main), flags_parser=_parse)
     raise AssertionError("app.run returns by exiting")
 
 
 def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
-    """The flags --config=FILE and --config.a.b=VALUE, each name and the file looked at first.
+    """Defines the flags --config=FILE and --config.a.b=VALUE.
 
-    Where no file is named, the flag library reads `default` as it defines the flag, before any
-    error of it could be caught.
+    Keys and the file are checked before the flag library sees them, since its own errors are
+    tracebacks. Without --config the library reads `default` while it defines the flag.
     """
     try:
         for argument in sys.argv[1:]:
@@ -52,23 +62,31 @@ def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
         if "--debug" in sys.argv:
             traceback.print_exc()
         _fail(" ".join(str(error).split()))
-    return config_flags.DEFINE_config_file("config", str(default), "What to train.")
+    help_text = (
+        "Configuration file: a Python file with get_config(). --config.PART.NAME=VALUE changes "
+        "a value of it; alibi_jax/config/parts.py lists them all."
+    )
+    holder = config_flags.DEFINE_config_file("config", str(default), help_text)
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])
+    return holder
 
 
 def start_devices(batch_size: int = 0, sizes: Sequence[int] = (-1,)) -> None:
-    """Makes each CPU core a device and joins the other processes; before any device is used.
+    """Makes each CPU core a device and joins the other processes of the run.
 
-    `batch_size` rows are to split evenly over a mesh of these `sizes`.
+    Must be called before any device is used. `batch_size` rows have to split evenly over a mesh
+    of these `sizes`.
     """
     sharding.use_cpu_cores(batch_size, sizes, _NUM_PROCESSES.value or 1)
     processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
 
 
 def folder(flag: str, name: str) -> pathlib.Path:
-    """A folder that a flag names. Raises ConfigError for the address of a bucket."""
+    """The folder that a flag names. Raises ConfigError for the address of a bucket."""
     if "://" in name:
         raise ConfigError(
-            f"--{flag}={name} is no folder: mount the bucket on all machines, and give the folder"
+            f"--{flag}={name} is an address, not a folder: mount the bucket on all machines, and "
+            "give the folder where it is mounted"
         )
     return pathlib.Path(name)
 
@@ -82,8 +100,8 @@ def _named_config(argv: list[str]) -> str | None:
 
 
 def _read_config(name: str) -> None:
-    """Raises ConfigError, naming the file, unless its get_config() gives a Config."""
-    # After a colon comes an argument for get_config.
+    """Raises ConfigError that names the file unless its get_config() returns a Config."""
+    # The text after a colon is an argument for get_config.
     path, *arguments = name.split(":", 1)
     if not pathlib.Path(path).is_file():
         raise ConfigError(f"--config={name}: no such file; name a Python file with get_config()")
@@ -115,7 +133,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _value_remedy(message: str) -> str:
-    """What the flag library says of a value, with the type that its key wants."""
+    """The flag library's message; for a value of the configuration, with the type that it needs."""
     value = re.match(r"flag --config\.(\w+)\.(\w+)=(.*?): ", message, re.DOTALL)
     if value is None:
         return " ".join(message.split())
@@ -126,7 +144,7 @@ def _value_remedy(message: str) -> str:
 
 def _guarded(main: Callable[[], int]) -> NoReturn:
     if not flags.FLAGS["verbosity"].present:
-        # Orbax tells of every file it touches; --verbosity=0 shows that.
+        # Orbax logs every file that it touches; --verbosity=0 shows these lines.
         logging.set_verbosity(logging.WARNING)
     try:
         if _CACHE.value:
@@ -147,7 +165,7 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
 
 
 def _keep_programs(cache: pathlib.Path) -> None:
-    """Has all that is compiled kept in a folder. Raises ConfigError where that is none."""
+    """Keeps compiled programs in a folder. Raises ConfigError if it is a file."""
     if cache.exists() and not cache.is_dir():
         raise ConfigError(f"--compilation_cache={cache} is a file: give a folder, or a new name")
     jax.config.update("jax_compilation_cache_dir", str(cache.absolute()))
