@@ -34,7 +34,7 @@ def some_tokens(batch=2, length=LENGTH, seed=0):
 
 
 def lengths_of(cache):
-    return [[ring.slots.key.shape[1] for ring in layer.groups] for layer in cache.layers]
+    return [[group.slots.key.shape[1] for group in layer.groups] for layer in cache.layers]
 
 
 def whole(model, tokens, ids):
@@ -78,8 +78,8 @@ def in_chunks(step, chunks, tokens, cache, ids):
 
 
 def test_b8_d5_chunks_over_a_bounded_cache_are_the_whole():
-    """keras-team/keras-hub#2861, Lightning-AI/litgpt#2182: single tokens, and more than a ring."""
-    # Each layer has rings of its own, a key head serves two query heads, slopes can be learned.
+    """keras-team/keras-hub#2861, Lightning-AI/litgpt#2182: single tokens, more than the slots."""
+    # Each layer has groups of its own. A key head serves two query heads. Slopes can be learned.
     model, tokens = make("alibi,alibi_learned", num_kv_heads=4, num_layers=2), some_tokens()
     method = model.positions["alibi_learned"]
     method.log_slopes[...] = method.log_slopes[...] - 0.5
@@ -99,7 +99,7 @@ def test_b8_d5_chunks_over_a_bounded_cache_are_the_whole():
 
 
 def test_a_bounded_cache_has_no_end():
-    """What a ring too short for its heads loses, it counts."""
+    """A cache too short for its heads bounds the share of attention that it omits."""
     model, tokens = make(), some_tokens(length=72)
     ids = np.ones_like(tokens)
     cache = model.init_cache(2, 32, tolerance=0.1, gap=6.0)
@@ -123,7 +123,7 @@ def test_memory_does_not_grow_where_slopes_are_steep():
     (at_8k, cache), (at_64k, _) = (size(capacity, **bounds) for capacity in (8192, 65536))
     assert lengths_of(cache) == [[64, 128, 256, 512, 1024, 2048, 4096, 8192]]
     assert at_8k == at_64k
-    # Of 8 features, keys and values; a position and a segment id; by ring and cache, 4 numbers.
+    # A slot: 8 + 8 features, position, segment id. A group: 3 more numbers. The cache: 2 more.
     slots = sum(64 << n for n in range(8))
     assert at_64k == 4 * (slots * (2 * 8 + 2) + 8 * 3 + 2)
     # Where no head reaches to the end, 29 times less than all keys; where one does, half.
@@ -216,7 +216,7 @@ def test_what_comes_after_a_stop_does_not_count():
     new, cache = run(-1)
     assert (cache.omitted_share > 0).all()
     stop = int(new[2, 0])
-    # While the ring still held all that there was.
+    # Rows that stopped before the first eviction.
     stopped = (np.asarray(new)[:, :50] == stop).any(axis=1)
     assert 0 < stopped.sum() < 4
     _, cache = run(stop)
