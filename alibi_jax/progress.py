@@ -14,8 +14,8 @@ class Progress:
     """Counts finished units of work; a context manager.
 
     On a terminal it is a bar that redraws itself. Elsewhere (a pod's log, SLURM, CI) it prints
-    whole lines: one for each note, and one every half minute without a note. Nothing is printed
-    where `shown` is false, as in all processes but one.
+    whole lines: one for each note, one every half minute without a note, and one at the end.
+    Nothing is printed where `shown` is false, as in all processes but one.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class Progress:
         on_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._prints_lines = shown and sys.stderr is not None and not on_terminal
         self._total, self._description, self._unit = total, description, unit
-        self._count, self._last_line = initial, time.monotonic()
+        self._count, self._printed_count = initial, initial
+        self._last_line = time.monotonic()
         self._bar = tqdm(
             total=total,
             desc=description,
@@ -49,6 +50,8 @@ class Progress:
 
     def __exit__(self, *_: Any) -> None:
         self._bar.close()
+        if self._prints_lines and self._count > self._printed_count:
+            self._print_line("")
 
     def update(self, count: int = 1) -> None:
         """`count` more units are done."""
@@ -67,4 +70,5 @@ class Progress:
         of_total = "" if self._total is None else f" of {self._total:,}"
         line = f"{self._description}: {self._unit} {self._count:,}{of_total}{text}"
         print(line, file=sys.stderr, flush=True)
+        self._printed_count = self._count
         self._last_line = time.monotonic()

@@ -41,7 +41,7 @@ def get_config():
     config.optimizer.warmup_steps = 1
     return config
 """
-PROGRESS = re.compile(r"/s[],]|s/\w+[],]|%\|")
+PROGRESS = re.compile(r"^[^:]+: (step|window|document|B) [\d,]+( of [\d,]+)?(, loss .* tokens/s)?$")
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +68,15 @@ def start(script, *arguments, cwd, **environment):
 
 
 def finish(process):
-    """(exit code, standard output, lines of standard error that are no progress bar)."""
+    """(exit code, standard output, lines of standard error that tell no progress)."""
     try:
         out, err = process.communicate(timeout=120)
     finally:
         process.kill()
-    lines = [line.replace("\x1b[A", "").strip() for line in re.split(r"[\r\n]+", err)]
+    # A log has whole lines only: nothing returns to the start of one, or moves up.
+    assert "\r" not in err
+    assert "\x1b" not in err
+    lines = err.splitlines()
     return process.returncode, out, [x for x in lines if x and not PROGRESS.search(x)]
 
 
@@ -123,7 +126,7 @@ def results(folder):
         ("--config.modle.position=rotary", ["modle", "did you mean 'model'?"]),
         ("--confg=x", ["'confg'", "config"]),
         ("--wrokdir=x", ["'wrokdir'", "workdir"]),
-        ("--config.model=3", ["model: a whole section", "position, rescaling"]),
+        ("--config.model=3", ["model is a whole section", "position, rescaling"]),
         ("--config.model.num_heads=x", ["model.num_heads='x'", "type int"]),
         ("--config.model.num_heads=2.5", ["model.num_heads='2.5'", "type int"]),
         ("--config.model.num_kv_heads=x", ["model.num_kv_heads='x'", "type int | None"]),
@@ -270,7 +273,16 @@ def test_help_names_the_flags(script, tmp_path):
     # absl's own exit code for help.
     assert (code, lines) == (1, [])
     assert out.lstrip().startswith(("Trains", "Evaluates"))
-    assert "--workdir" in out
+    for flag in ("workdir", "[no]debug", "coordinator", "num_processes", "compilation_cache"):
+        assert f"--{flag}:" in out
+    assert ("--config:" in out) == (script == "train.py")
+
+
+def test_a_smoke_run_needs_no_other_warm_up(place, tmp_path):
+    arguments = (f"--config={place / 'config.py'}", "--config.optimizer.warmup_steps=50")
+    code, out, lines = run("train.py", *arguments, "--config.train.steps=2", cwd=tmp_path)
+    assert (code, lines) == (0, [])
+    assert "optimizer.warmup_steps=50 is more than train.steps=2" in out
 
 
 def test_steps_are_traced_and_programs_kept(place, tmp_path):
@@ -295,7 +307,7 @@ def test_metrics_have_a_line_a_logged_step(trained):
         ([], ["--workdir", "train.py"]),
         (["--workdir=missing"], ["missing", "no checkpoints", "train.py --workdir=missing"]),
         (["--workdir=empty"], ["empty", "no checkpoints", "train.py"]),
-        (["--workdir=begun"], ["begun", "no whole checkpoint", "train first"]),
+        (["--workdir=begun"], ["begun", "no complete checkpoint", "train first"]),
         (["--workdir=x", "leftover"], ["'leftover'"]),
         (["--workdir=x", "--split=dev"], ["--split=dev", "validation"]),
         (["--workdir=x", "--coordinator=localhost:1"], ["--coordinator", "--num_processes"]),

@@ -34,7 +34,7 @@ def test_a_log_gets_a_line_now_and_then_without_notes(monkeypatch):
         for _ in range(5):
             progress.update(10)
     lines = log.getvalue().splitlines()
-    assert lines == ["tokenising: B 20", "tokenising: B 40"]
+    assert lines == ["tokenising: B 20", "tokenising: B 40", "tokenising: B 50"]
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):

@@ -112,6 +112,21 @@ def test_schedule_never_rises_after_its_warm_up(schedule):
     assert (rates > 0).all()
 
 
+@pytest.mark.parametrize("steps", [1, 2, 10])
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_warm_up_is_no_longer_than_a_run_that_decays(schedule, steps):
+    config = Optimizer(learning_rate=0.02, schedule=schedule, warmup_steps=10)
+    rate = make_schedule(config, steps)
+    for step in range(steps):
+        assert float(rate(step)) == pytest.approx(0.02 * (step + 1) / (steps + 1), rel=1e-6)
+
+
+def test_a_constant_schedule_keeps_its_warm_up_for_a_resumption_with_more_steps():
+    config = Optimizer(learning_rate=0.02, schedule="constant", warmup_steps=10)
+    few, many = make_schedule(config, 2), make_schedule(config, 20)
+    assert [float(few(step)) for step in range(2)] == [float(many(step)) for step in range(2)]
+
+
 # Optimizers.
 
 
