@@ -121,7 +121,7 @@ class Transformer(nnx.Module):
             raise ValueError(f"tolerance={tolerance} and gap={gap}: give both, or neither")
         rows = functools.partial(jnp.zeros, dtype=jnp.int32)
         if tolerance is not None and gap is not None:
-            rings, pattern = [], self.layers.pattern
+            layer_caches, pattern = [], self.layers.pattern
             for number, (stack, position) in enumerate(self.layers.stacked(self.positions)):
                 *_, num_kv_heads, head_size = stack.attention.key.kernel.shape
                 empty_layer = init_rolling_cache(
@@ -134,8 +134,8 @@ class Transformer(nnx.Module):
                     gap=gap,
                     tolerance=tolerance,
                 )
-                rings.append(empty_layer)
-            return BoundedKVCache(tuple(rings), rows(batch_size), jnp.int32(0))
+                layer_caches.append(empty_layer)
+            return BoundedKVCache(tuple(layer_caches), rows(batch_size), jnp.int32(0))
 
         def empty(stack: Layer, position: PositionMethod) -> KeyValues:
             projections = stack.attention.key, stack.attention.value
@@ -180,9 +180,11 @@ class Transformer(nnx.Module):
             positions = jnp.maximum(cache.real[:, None] + jnp.cumsum(ids, axis=1) - 1, 0)
             places = TokenLayout(positions, positions, ids, ids, cache.used, False)
             x = self._embedded(tokens, places, None)
-            x, rings = layers_with_cache(layers or self.unstacked_layers(), x, places, cache.layers)
+            x, layer_caches = layers_with_cache(
+                layers or self.unstacked_layers(), x, places, cache.layers
+            )
             return self._normed(x), BoundedKVCache(
-                rings, cache.real + ids.sum(axis=1), cache.used + length
+                layer_caches, cache.real + ids.sum(axis=1), cache.used + length
             )
         capacity = cache.positions.shape[1]
         end = cache.used + length
