@@ -159,8 +159,8 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         known = isinstance(error, ValueError | OSError | FloatingPointError)
         kind = "" if known else f"{type(error).__name__}: "
         hint = "" if known or _DEBUG.value else " (--debug shows where)"
-        processes.fail(f"{kind}{message}{hint}", 1, through_others=not known)
-    processes.leave()
+        processes.exit_with_error(f"{kind}{message}{hint}", 1, maybe_peer_failure=not known)
+    processes.announce_normal_exit()
     sys.exit(code)
 
 
@@ -173,4 +173,4 @@ def _keep_programs(cache: pathlib.Path) -> None:
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:
-    processes.fail(message, code)
+    processes.exit_with_error(message, code)

@@ -23,7 +23,7 @@ from alibi_jax.config import flatten
 from alibi_jax.evaluation import evaluate
 from alibi_jax.training.loop import train
 from alibi_jax.training.step import Trainer
-from alibi_jax.training.throughput import MEASURED
+from alibi_jax.training.throughput import THROUGHPUT_METRICS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -69,10 +69,10 @@ def finish(process, code=0):
 
 
 def lines(workdir):
-    """What metrics.jsonl says so far, but for the speed."""
+    """The lines of metrics.jsonl so far, without the throughput."""
     path = workdir / "metrics.jsonl"
     whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    return [{k: v for k, v in json.loads(x).items() if k not in MEASURED} for x in whole]
+    return [{k: v for k, v in json.loads(x).items() if k not in THROUGHPUT_METRICS} for x in whole]
 
 
 def losses(workdir):
@@ -196,7 +196,7 @@ def test_a_loss_that_is_not_finite_is_one_line(launch, tiny_config, tmp_path):
     )
     output, errors = finish(launch("train.py", *train_flags(config, tmp_path), devices=2), code=1)
     (begun,) = output.splitlines()
-    assert begun.endswith("of cpu, processes 1, from step 1 to 10")
+    assert begun.endswith("(cpu), processes: 1, steps 1 to 10")
     last = errors.splitlines()[-1]
     assert last.startswith("error: step 2: loss nan, gradient norm nan; last good checkpoint: 1.")
     assert "Traceback" not in errors

@@ -1,4 +1,4 @@
-"""Real sockets on localhost: each thread is a process of the run."""
+"""The rendezvous with real sockets on localhost; each thread acts as a process of the run."""
 
 import socket
 import threading
@@ -14,29 +14,34 @@ def free_port():
         return server.getsockname()[1]
 
 
-def call(processes, timeout=20.0, port=None, before=lambda port: None):
-    """What each of (number, of how many, seconds that it comes late) hears; nothing if all came."""
-    port = port or free_port()
-    heard = {}
+def rendezvous_errors(processes, timeout=20.0, port=None, interfere=lambda port: None):
+    """The error of each process, "" without one.
 
-    def one(key, number, of, late):
-        time.sleep(late)
+    `processes` are (number, number of processes, delay of the start in seconds). `interfere(port)`
+    is called while they run.
+    """
+    port = port or free_port()
+    errors = {}
+
+    def run_process(key, number, num_processes, delay):
+        time.sleep(delay)
         try:
-            rendezvous(f"localhost:{port}", of, number, timeout)
-            heard[key] = ""
+            rendezvous(f"localhost:{port}", num_processes, number, timeout)
+            errors[key] = ""
         except LaunchError as error:
-            heard[key] = str(error)
+            errors[key] = str(error)
 
     threads = [
-        threading.Thread(target=one, args=(key, *process)) for key, process in enumerate(processes)
+        threading.Thread(target=run_process, args=(key, *process))
+        for key, process in enumerate(processes)
     ]
     for thread in threads:
         thread.start()
-    before(port)
+    interfere(port)
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    return [heard[key] for key in range(len(processes))]
+    return [errors[key] for key in range(len(processes))]
 
 
 @pytest.mark.parametrize(
@@ -48,60 +53,63 @@ def call(processes, timeout=20.0, port=None, before=lambda port: None):
         [(0, 3, 0), (2, 3, 0.3), (1, 3, 0.6)],
     ],
 )
-def test_all_are_there_whoever_comes_first(processes):
+def test_all_processes_meet_in_any_order_of_starts(processes):
     port = free_port()
-    assert call(processes, port=port) == [""] * len(processes)
+    assert rendezvous_errors(processes, port=port) == [""] * len(processes)
     # The port is free for JAX's coordinator.
     socket.create_server(("localhost", port)).close()
 
 
-def test_who_is_missing_is_named_to_all():
+def test_missing_processes_are_named_to_all():
     message = "processes 1, 3 of 5 did not start within 1 s: start all of them"
-    heard = call([(0, 5, 0), (2, 5, 0), (4, 5, 0)], timeout=1.0)
-    assert all(said.startswith(message) for said in heard)
+    errors = rendezvous_errors([(0, 5, 0), (2, 5, 0), (4, 5, 0)], timeout=1.0)
+    assert all(error.startswith(message) for error in errors)
 
 
-def test_nobody_at_the_address():
+def test_no_process_0_at_the_address():
     port = free_port()
-    (heard,) = call([(1, 2, 0)], timeout=1.0, port=port)
-    assert heard.startswith(f"process 1 of 2 found no process 0 at localhost:{port} within 1 s")
+    (error,) = rendezvous_errors([(1, 2, 0)], timeout=1.0, port=port)
+    assert error.startswith(f"process 1 of 2 found no process 0 at localhost:{port} within 1 s")
 
 
-def test_one_started_twice():
-    heard = call([(0, 3, 0), (1, 3, 0.2), (1, 3, 0.5)])
-    assert heard == ["process 1 was started twice: give each another --process_id"] * 3
+def test_a_process_started_twice_is_refused():
+    errors = rendezvous_errors([(0, 3, 0), (1, 3, 0.2), (1, 3, 0.5)])
+    assert errors == ["process 1 was started twice: give each process another --process_id"] * 3
 
 
-def test_one_that_was_started_again_counts_anew():
+def test_a_restarted_process_replaces_its_first_report():
     def report_and_die(port):
         for _ in range(50):
             try:
                 with socket.create_connection(("localhost", port)) as connection:
-                    connection.sendall(b'{"process": 1, "of": 3}\n')
+                    connection.sendall(b'{"process": 1, "num_processes": 3}\n')
                     time.sleep(0.2)
                 return
             except ConnectionRefusedError:
                 time.sleep(0.05)
 
-    assert call([(0, 3, 0), (1, 3, 1.0), (2, 3, 1.5)], before=report_and_die) == [""] * 3
+    assert (
+        rendezvous_errors([(0, 3, 0), (1, 3, 1.0), (2, 3, 1.5)], interfere=report_and_die)
+        == [""] * 3
+    )
 
 
-def test_a_second_process_0():
+def test_a_port_in_use_is_refused():
     port = free_port()
     with socket.create_server(("", port)):
-        (heard,) = call([(0, 2, 0)], port=port)
-    assert heard.startswith(f"process 0 can't listen at port {port}")
+        (error,) = rendezvous_errors([(0, 2, 0)], port=port)
+    assert error.startswith(f"process 0 can't listen at port {port}")
 
 
-def test_they_disagree_about_how_many_they_are():
-    heard = call([(0, 2, 0), (1, 4, 0.2)])
-    says = "process 1 was started as one of 4, process 0 as one of 2: give all the same"
-    assert all(said.startswith(says) for said in heard)
+def test_different_numbers_of_processes_are_refused():
+    errors = rendezvous_errors([(0, 2, 0), (1, 4, 0.2)])
+    message = "process 1 was started as one of 4, process 0 as one of 2: give the same"
+    assert all(error.startswith(message) for error in errors)
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"5\n"])
-def test_who_else_knocks_is_not_counted(noise):
-    def knock(port):
+def test_other_clients_are_ignored(noise):
+    def send_noise(port):
         for _ in range(50):
             try:
                 with socket.create_connection(("localhost", port)) as connection:
@@ -110,4 +118,4 @@ def test_who_else_knocks_is_not_counted(noise):
             except ConnectionRefusedError:
                 time.sleep(0.05)
 
-    assert call([(0, 2, 0), (1, 2, 1.0)], before=knock) == ["", ""]
+    assert rendezvous_errors([(0, 2, 0), (1, 2, 1.0)], interfere=send_noise) == ["", ""]

@@ -14,17 +14,17 @@ from alibi_jax.config import Config, ConfigError, Mesh
 from alibi_jax.distributed.sharding import (
     axis_size,
     constrain,
-    global_array,
-    local_rows,
+    make_global_array,
+    addressable_rows,
     make_mesh,
     named_sharding,
-    sharding_like,
+    moment_sharding,
 )
 from alibi_jax.training.step import check_fits
 
 
 @pytest.mark.parametrize(
-    ("asked", "made"),
+    ("requested", "expected"),
     [
         ((-1, 1, 1, 1), (8, 1, 1, 1)),
         ((-1, 2, 1, 2), (2, 2, 1, 2)),
@@ -34,14 +34,14 @@ from alibi_jax.training.step import check_fits
         ((1, 2, -1, 1), (1, 2, 4, 1)),
     ],
 )
-def test_a_mesh_covers_all_devices(asked, made):
-    mesh = make_mesh(Mesh(*asked))
-    assert tuple(mesh.shape.values()) == made
+def test_a_mesh_covers_all_devices(requested, expected):
+    mesh = make_mesh(Mesh(*requested))
+    assert tuple(mesh.shape.values()) == expected
     assert set(mesh.devices.flat) == set(jax.devices())
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         ((-1, -1, 1, 1), "mesh.data=-1 x mesh.fsdp=-1 x mesh.context=1 x mesh.tensor=1: only"),
         ((-1, 3, 1, 1), "mesh.fsdp=3 .* does not cover 8 devices"),
@@ -50,12 +50,12 @@ def test_a_mesh_covers_all_devices(asked, made):
         ((4, 4, 1, 1), "mesh.data=4 .* does not cover 8 devices"),
     ],
 )
-def test_a_mesh_that_does_not_cover_the_devices_is_refused(asked, message):
+def test_a_mesh_that_does_not_cover_the_devices_is_refused(requested, message):
     with pytest.raises(ValueError, match=message):
-        make_mesh(Mesh(*asked))
+        make_mesh(Mesh(*requested))
 
 
-def fitting_config():
+def divisible_config():
     config = Config()
     config.model.width, config.model.num_heads, config.train.batch_size = 16, 8, 16
     return config
@@ -75,7 +75,7 @@ def fitting_config():
     ],
 )
 def test_sizes_that_do_not_split_evenly_are_refused(mesh, key, value, message):
-    config = fitting_config()
+    config = divisible_config()
     check_fits(config, mesh_of(*mesh))
     section, name = key.split(".")
     setattr(getattr(config, section), name, value)
@@ -83,8 +83,8 @@ def test_sizes_that_do_not_split_evenly_are_refused(mesh, key, value, message):
         check_fits(config, mesh_of(*mesh))
 
 
-def test_more_ways_to_split_the_vocabulary_than_its_table_allows_are_refused():
-    config = fitting_config()
+def test_a_vocabulary_that_does_not_divide_by_the_devices_is_refused():
+    config = divisible_config()
     config.model.width, config.model.num_heads = 48, 12
     with pytest.raises(ConfigError, match=r"the vocabulary in multiples of 128 .* 3 devices"):
         check_fits(config, mesh_of(1, 1, 1, 3))
@@ -96,34 +96,34 @@ def test_rows_go_to_the_devices_and_come_back(sizes, rows_a_device):
     mesh = mesh_of(*sizes)
     placement = named_sharding(mesh, "batch", None)
     batch = np.arange(rows_a_device * axis_size(mesh, "batch") * 3).reshape(-1, 3)
-    rows = local_rows(placement, len(batch))
-    # One process holds a part of every row.
+    rows = addressable_rows(placement, len(batch))
+    # A single process holds a part of every row.
     np.testing.assert_array_equal(rows, np.arange(len(batch)))
-    placed = global_array(placement, batch[rows], len(batch))
+    placed = make_global_array(placement, batch[rows], len(batch))
     assert placed.sharding == placement
     assert {shard.data.shape for shard in placed.addressable_shards} == {(rows_a_device, 3)}
     np.testing.assert_array_equal(placed, batch)
 
 
-def test_what_belongs_to_an_array_lies_where_it_does():
+def test_moments_are_sharded_like_their_parameter():
     mesh = mesh_of(1, 2, 2, 2)
     placement = named_sharding(mesh, "layers", "embed", "ff")
-    array = jax.ShapeDtypeStruct((6, 4, 8), np.float32, sharding=placement)
-    assert sharding_like(array, (6, 4, 8)) == placement
-    # Factors of a matrix have one of its axes each.
-    assert sharding_like(array, (6, 4)).spec == jax.P(None, "fsdp")
-    assert sharding_like(array, (6, 8)).spec == jax.P(None, "tensor")
-    assert sharding_like(array, (1,)).is_fully_replicated
-    assert sharding_like(array, ()).is_fully_replicated
+    param = jax.ShapeDtypeStruct((6, 4, 8), np.float32, sharding=placement)
+    assert moment_sharding(param, (6, 4, 8)) == placement
+    # Each factor of a matrix has one of its two axes.
+    assert moment_sharding(param, (6, 4)).spec == jax.P(None, "fsdp")
+    assert moment_sharding(param, (6, 8)).spec == jax.P(None, "tensor")
+    assert moment_sharding(param, (1,)).is_fully_replicated
+    assert moment_sharding(param, ()).is_fully_replicated
 
 
-def test_a_constraint_leaves_whole_what_does_not_divide():
+def test_a_constraint_does_not_shard_an_axis_that_does_not_divide():
     place = jax.jit(lambda x: constrain(x, "batch", "sequence", "heads"))
     with jax.set_mesh(mesh_of(2, 1, 2, 2)):
         assert place(np.zeros((4, 3, 6))).sharding.shard_shape((4, 3, 6)) == (2, 3, 3)
 
 
-def test_a_constraint_places_only_where_there_is_a_mesh():
+def test_a_constraint_has_no_effect_without_a_mesh():
     mesh, x = mesh_of(2, 2, 1, 2), np.zeros((8, 4, 8), np.float32)
     place = jax.jit(lambda x: constrain(x, "batch", None, "heads"))
     assert place(x).sharding.is_fully_replicated
@@ -131,8 +131,8 @@ def test_a_constraint_places_only_where_there_is_a_mesh():
         assert place(x).sharding.shard_shape(x.shape) == (2, 4, 4)
 
 
-# (cores, rows, mesh, processes) and the devices that each process gets.
-FITTING = {
+# From (cores, rows, mesh sizes, processes) to the number of devices of each process.
+CPU_DEVICES = {
     (6, 32, (-1, 1, 1), 1): 4,
     (6, 12, (-1, 1, 1), 1): 6,
     (6, 7, (-1, 1, 1), 1): 1,
@@ -142,15 +142,15 @@ FITTING = {
     (1, 32, (-1, 1, 1), 1): 1,
     (6, 32, (-1, 2, 1), 2): 4,
     (6, 32, (-1, 4, 4), 2): 8,
-    # A mesh that says it all gets what it asks for, cores or not.
+    # A mesh without a -1 gets the devices that it names, whatever the number of cores.
     (2, 8, (2, 2, 2), 1): 8,
     (6, 8, (1, 1, 1), 1): 1,
     (6, 8, (2, 2, 2), 2): 4,
-    # What does not fit at all is left to the mesh, which says why.
+    # No number of devices is valid here: `make_mesh` raises the error later.
     (6, 5, (-1, 2, 1), 1): 2,
     (3, 12, (-1, 1, 1), 1): 3,
 }
-# Prints what was chosen for each case, and at the end how many devices there are.
+# Prints the chosen number for each case, and at the end the number of devices.
 CHOOSE_DEVICES = """
 import json, os, sys
 import jax
@@ -167,7 +167,7 @@ print(jax.device_count())
 
 
 def choose_devices(cases, **environment):
-    """In a fresh process, where nothing has asked for devices yet."""
+    """The numbers that CHOOSE_DEVICES prints in a new process, where JAX has no devices yet."""
     unset = {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}
     inherited = {key: value for key, value in os.environ.items() if key not in unset}
     done = subprocess.run(
@@ -180,9 +180,9 @@ def choose_devices(cases, **environment):
     return [int(line) for line in done.stdout.split()]
 
 
-def test_each_core_is_a_device_as_far_as_that_divides_the_work():
-    *chosen, devices = choose_devices(FITTING)
-    assert chosen == list(FITTING.values())
+def test_cpu_cores_become_devices_as_far_as_they_divide_the_work():
+    *chosen, devices = choose_devices(CPU_DEVICES)
+    assert chosen == list(CPU_DEVICES.values())
     assert devices == chosen[-1]
 
 
@@ -190,5 +190,5 @@ def test_each_core_is_a_device_as_far_as_that_divides_the_work():
     "environment",
     [{"JAX_NUM_CPU_DEVICES": "3"}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}],
 )
-def test_a_number_of_devices_that_is_already_chosen_stays(environment):
+def test_a_configured_number_of_devices_is_kept(environment):
     assert choose_devices([(6, 32, (-1,), 1)], **environment)[-1] == 3

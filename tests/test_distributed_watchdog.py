@@ -1,4 +1,4 @@
-"""Real processes that only wait for each other: how each ends, and what it says."""
+"""Real processes that only wait for each other: their exit codes and messages."""
 
 import socket
 import subprocess
@@ -6,74 +6,78 @@ import sys
 
 import pytest
 
+# The third argument is what the process does.
 CODE = """
 import atexit, os, sys, time
 from alibi_jax.distributed.watchdog import Watchdog
 from alibi_jax.distributed.rendezvous import rendezvous
 
-port, number, does = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-line = Watchdog(number, 3, rendezvous(f"localhost:{port}", 3, number, 30))
-if does == "ends":
-    line.leave()
-    # As JAX does at exit, which waits for all others.
+port, number, action = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+watchdog = Watchdog(number, 3, rendezvous(f"localhost:{port}", 3, number, 30))
+if action == "finish":
+    watchdog.announce_normal_exit()
+    # At exit JAX waits for all other processes, as the sleep does here.
     atexit.register(time.sleep, 30 if len(sys.argv) > 4 else 1)
-elif does == "dies":
+elif action == "die":
     os._exit(9)
-elif does == "refuses":
-    line.fail("no such key", 1, through_others=False)
-elif does == "breaks":
+elif action == "fail":
+    watchdog.exit_with_error("no such key", 1, maybe_peer_failure=False)
+elif action == "fail through a peer":
     time.sleep(0.5)
-    line.fail("connection closed", 1, through_others=True)
-elif does == "late":
+    watchdog.exit_with_error("connection closed", 1, maybe_peer_failure=True)
+elif action == "fail late":
     time.sleep(1)
-    line.fail("no room", 1, through_others=False)
+    watchdog.exit_with_error("no room", 1, maybe_peer_failure=False)
 else:
     time.sleep(60)
 """
-OTHER = "stops, because process 1 has stopped, whose own output says why; the same command on all"
+PEER_FAILURE = (
+    "stops, because process 1 has stopped (see the output of that process); the same command on all"
+)
 
 
-def run(*does, stays=()):
-    """(exit code, errors) of processes 0, 1 and 2."""
+def run(*actions, extra_arguments=()):
+    """(exit code, standard error) of processes 0, 1 and 2, which do `actions`."""
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", CODE, port, str(number), what, *stays],
+            [sys.executable, "-c", CODE, port, str(number), action, *extra_arguments],
             stderr=subprocess.PIPE,
             text=True,
         )
-        for number, what in enumerate(does)
+        for number, action in enumerate(actions)
     ]
     return [(process.wait(60), process.stderr.read()) for process in running]
 
 
-def test_all_end_as_they_should():
-    assert run("ends", "ends", "ends") == [(0, "")] * 3
+def test_all_processes_finish_normally():
+    assert run("finish", "finish", "finish") == [(0, "")] * 3
 
 
-@pytest.mark.parametrize("does", ["dies", "late"])
-def test_the_others_end_with_one_and_name_it(does):
-    ends = run("waits", does, "waits")
-    assert ends[1] == ((9, "") if does == "dies" else (1, "error: no room\n"))
+@pytest.mark.parametrize("action", ["die", "fail late"])
+def test_a_failed_process_ends_the_others_which_name_it(action):
+    exits = run("wait", action, "wait")
+    assert exits[1] == ((9, "") if action == "die" else (1, "error: no room\n"))
     for number in (0, 2):
-        code, errors = ends[number]
+        code, errors = exits[number]
         assert code == 1
-        assert errors.startswith(f"error: process {number} of 3 {OTHER}")
+        assert errors.startswith(f"error: process {number} of 3 {PEER_FAILURE}")
         assert errors.count("\n") == 1
 
 
-def test_an_error_that_comes_of_anothers_end_names_it():
-    for number, (code, errors) in enumerate(run("breaks", "dies", "breaks")):
+def test_an_error_caused_by_a_peer_names_the_peer():
+    exits = run("fail through a peer", "die", "fail through a peer")
+    for number, (code, errors) in enumerate(exits):
         assert code == (9 if number == 1 else 1)
-        assert errors.startswith(f"error: process {number} of 3 {OTHER}") or number == 1
+        assert errors.startswith(f"error: process {number} of 3 {PEER_FAILURE}") or number == 1
 
 
-def test_what_all_refuse_each_says_for_itself():
-    assert run("refuses", "refuses", "refuses") == [(1, "error: no such key\n")] * 3
+def test_each_process_prints_an_error_that_all_have():
+    assert run("fail", "fail", "fail") == [(1, "error: no such key\n")] * 3
 
 
-def test_who_has_ended_already_does_not_wait_for_one_that_failed():
-    ends = run("ends", "late", "ends", stays=("long",))
-    assert [code for code, _ in ends] == [1, 1, 1]
-    assert OTHER in ends[0][1]
+def test_finished_processes_do_not_wait_for_one_that_failed():
+    exits = run("finish", "fail late", "finish", extra_arguments=("long",))
+    assert [code for code, _ in exits] == [1, 1, 1]
+    assert PEER_FAILURE in exits[0][1]

@@ -254,10 +254,10 @@ def test_a_length_past_the_split_says_so_and_the_others_go_on(evaluated):
 
 def test_a_length_that_does_not_fit_says_so_and_the_others_go_on(evaluated, monkeypatch):
     # One window a device needs some 7 KB at 16 tokens, 60 KB at 128.
-    monkeypatch.setattr(memory, "available", lambda: 30_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 30_000)
     protocols = parse_protocols("nonoverlapping")
     long, short = evaluated([8 * LENGTH, LENGTH], protocols=protocols, batch_tokens=1)["rows"]
-    assert "GiB of memory a device" in long["error"]
+    assert "GiB of memory per device" in long["error"]
     assert "error" not in short
 
 

@@ -388,7 +388,7 @@ def test_scoring_broken_off_goes_on_where_it_was(stop_after, monkeypatch):
 
 
 def test_a_length_that_does_not_fit_says_what_it_needed(monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda: 1000)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     scorer, place = make_scorer.__wrapped__(128)
     tokens, params = stream(200), place(fresh_params(tiny()))
     with pytest.raises(

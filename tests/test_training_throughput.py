@@ -8,8 +8,8 @@ from helpers import mesh_of
 
 from alibi_jax.config import Config
 from alibi_jax.flops import PEAKS, peak_flops, step_flops
-from alibi_jax.training import throughput as pacing
-from alibi_jax.training.throughput import MEASURED, ThroughputMeter
+from alibi_jax.training import throughput as throughput_module
+from alibi_jax.training.throughput import THROUGHPUT_METRICS, ThroughputMeter
 
 VOCAB = 256
 
@@ -18,73 +18,73 @@ VOCAB = 256
 def clock(monkeypatch):
     """A clock that a test sets."""
     now = types.SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(pacing.time, "perf_counter", lambda: now.seconds)
+    monkeypatch.setattr(throughput_module.time, "perf_counter", lambda: now.seconds)
     return now
 
 
 @pytest.fixture
-def pace(clock):
+def meter(clock):
     config = Config()
     config.train.batch_size, config.train.length = 4, 50
-    with ThroughputMeter(config, VOCAB, mesh_of(2, 1, 1, 1)) as pace:
-        yield pace
+    with ThroughputMeter(config, VOCAB, mesh_of(2, 1, 1, 1)) as meter:
+        yield meter
 
 
-def run(pace, clock, seconds):
-    for one in seconds:
-        clock.seconds += one
-        pace.step()
+def run(meter, clock, seconds):
+    for step_seconds in seconds:
+        clock.seconds += step_seconds
+        meter.end_step()
 
 
-def test_a_slow_step_is_seen_beside_the_usual_one(pace, clock):
-    run(pace, clock, [1.0, 1.5, 9.0, 1.0, 1.5])
-    measured = pace.measured()
+def test_slowest_and_median_step_are_reported(meter, clock):
+    run(meter, clock, [1.0, 1.5, 9.0, 1.0, 1.5])
+    measured = meter.metrics()
     assert measured["step_seconds"] == 1.5
     assert measured["slowest_step_seconds"] == 9.0
     assert measured["tokens_per_second"] == pytest.approx(5 * 200 / 14)
 
 
-def test_a_save_is_no_step_but_takes_time(pace, clock):
-    run(pace, clock, [1.0, 1.0])
+def test_a_save_counts_for_the_interval_and_for_no_step(meter, clock):
+    run(meter, clock, [1.0, 1.0])
     clock.seconds += 7.0
-    pace.pause()
-    run(pace, clock, [1.0])
-    measured = pace.measured()
+    meter.begin_step()
+    run(meter, clock, [1.0])
+    measured = meter.metrics()
     assert measured["slowest_step_seconds"] == 1.0
     assert measured["tokens_per_second"] == pytest.approx(3 * 200 / 10)
 
 
-def test_what_is_done_aside_takes_no_time(pace, clock):
-    run(pace, clock, [1.0])
-    with pace.aside():
+def test_untimed_work_counts_for_nothing(meter, clock):
+    run(meter, clock, [1.0])
+    with meter.untimed():
         clock.seconds += 30.0
-    run(pace, clock, [1.0])
-    measured = pace.measured()
+    run(meter, clock, [1.0])
+    measured = meter.metrics()
     assert measured["slowest_step_seconds"] == 1.0
     assert measured["tokens_per_second"] == 200.0
 
 
-def test_what_came_before_a_restart_does_not_count(pace, clock):
-    run(pace, clock, [50.0])
-    pace.restart()
-    run(pace, clock, [2.0])
-    assert pace.measured()["step_seconds"] == pace.measured()["slowest_step_seconds"] == 2.0
-    assert pace.measured()["tokens_per_second"] == 100.0
+def test_a_new_interval_forgets_earlier_steps(meter, clock):
+    run(meter, clock, [50.0])
+    meter.begin_interval()
+    run(meter, clock, [2.0])
+    assert meter.metrics()["step_seconds"] == meter.metrics()["slowest_step_seconds"] == 2.0
+    assert meter.metrics()["tokens_per_second"] == 100.0
 
 
-def test_mfu_is_of_the_peak_of_all_devices(clock, monkeypatch):
+def test_mfu_is_relative_to_the_peak_of_all_devices(clock, monkeypatch):
     config, mesh = Config(), mesh_of(2, 1, 1, 1)
-    monkeypatch.setattr(pacing, "peak_flops", lambda kind: 1e9)
-    with ThroughputMeter(config, VOCAB, mesh) as pace:
-        run(pace, clock, [2.0, 2.0])
-        measured = pace.measured()
+    monkeypatch.setattr(throughput_module, "peak_flops", lambda kind: 1e9)
+    with ThroughputMeter(config, VOCAB, mesh) as meter:
+        run(meter, clock, [2.0, 2.0])
+        measured = meter.metrics()
     assert measured["mfu"] == pytest.approx(step_flops(config, VOCAB).model / 2e9 / 2.0)
-    assert set(measured) == set(MEASURED)
+    assert set(measured) == set(THROUGHPUT_METRICS)
 
 
-def test_there_is_no_mfu_where_the_peak_is_not_known(pace, clock):
-    run(pace, clock, [1.0])
-    assert set(pace.measured()) == set(MEASURED) - {"mfu"}
+def test_no_mfu_without_a_known_peak(meter, clock):
+    run(meter, clock, [1.0])
+    assert set(meter.metrics()) == set(THROUGHPUT_METRICS) - {"mfu"}
 
 
 @pytest.mark.parametrize(
@@ -105,28 +105,28 @@ def test_there_is_no_mfu_where_the_peak_is_not_known(pace, clock):
         ("cpu", None),
     ],
 )
-def test_peaks_by_the_name_of_the_device(kind, peak):
+def test_peak_flops_by_device_kind(kind, peak):
     assert peak_flops(kind) == peak
-    # No name stands before one that begins with it.
+    # A name that is a prefix of another name comes after it.
     names = list(PEAKS)
     for number, name in enumerate(names):
         assert not any(later.startswith(name) for later in names[number + 1 :])
 
 
-def test_what_the_compiler_took_is_told_once(pace, clock):
+def test_compile_time_is_reported_once(meter, clock):
     @jax.jit
     def fresh(x):
         return jnp.sin(x) + 17.25
 
-    run(pace, clock, [1.0])
-    pace.measured()
-    begun = time.monotonic()
+    run(meter, clock, [1.0])
+    meter.metrics()
+    start = time.monotonic()
     fresh(jnp.ones(3)).block_until_ready()
-    took = time.monotonic() - begun
-    assert 0 < pace.measured()["compile_seconds"] <= took
-    assert pace.measured()["compile_seconds"] == 0.0
+    elapsed = time.monotonic() - start
+    assert 0 < meter.metrics()["compile_seconds"] <= elapsed
+    assert meter.metrics()["compile_seconds"] == 0.0
 
 
-def test_the_memory_of_this_process(pace, clock):
-    run(pace, clock, [1.0])
-    assert 2**26 < pace.measured()["peak_memory_bytes"] < 2**40
+def test_peak_memory_of_this_process(meter, clock):
+    run(meter, clock, [1.0])
+    assert 2**26 < meter.metrics()["peak_memory_bytes"] < 2**40

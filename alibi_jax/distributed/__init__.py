@@ -1,1 +1,1 @@
-"""Devices and processes: the mesh, joining and stopping together, and memory."""
+"""Devices and processes: the mesh, starting and stopping processes together, and memory."""

@@ -1,4 +1,4 @@
-"""Whether a compiled program fits into memory: asked before it runs, rather than found out."""
+"""Device memory: what is free, what a compiled program needs, and the peak so far."""
 
 import pathlib
 import resource
@@ -9,10 +9,10 @@ import jax
 
 from alibi_jax.distributed import processes
 
-# What a container may have, what it has, and what of that are files, given back when needed:
-# version 2 and version 1.
+# Files of a container's memory controller, for cgroups of version 2 and of version 1: the limit,
+# the usage, the statistics, and the statistic of cached files, which the system frees on demand.
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
-_LIMITS = (
+_CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -23,8 +23,8 @@ _LIMITS = (
 )
 
 
-def available() -> int | None:
-    """Bytes that a program may still take on each device; None where the system doesn't say.
+def available_bytes() -> int | None:
+    """Bytes that are free on each device; None if the system does not report them.
 
     The devices of a CPU share its memory.
     """
@@ -38,46 +38,48 @@ def available() -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def check(compiled: Any, what: str, remedy: str) -> None:
-    """Raises ValueError where the program for `what` needs more than there is, with both numbers.
+def check_program_fits(compiled: Any, subject: str, remedy: str) -> None:
+    """Raises ValueError if a compiled program needs more memory than is free on a device.
 
-    Its arguments are in memory already. On a CPU, XLA leaves products to libraries and doesn't know
-    what they take: that is not counted.
+    The message says that `subject` needs too much, both numbers, and `remedy`. Temporaries and
+    outputs count; the arguments are in memory already. On a CPU, XLA calls libraries for matrix
+    products and does not know their memory, which is therefore not counted.
     """
-    free, analysis = available(), compiled.memory_analysis()
+    free, analysis = available_bytes(), compiled.memory_analysis()
     if free is None or analysis is None:
         return
     needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
-    if processes.on_any(needed > free):
+    if processes.any_process(needed > free):
         raise ValueError(
-            f"{what} needs {_gib(needed)} of memory a device, and {_gib(free)} are free: {remedy}"
+            f"{subject} needs {_gib(needed)} of memory per device, but only {_gib(free)} are "
+            f"free: {remedy}"
         )
 
 
-def peak() -> int:
-    """The most bytes so far of one device; on a CPU, of this process."""
+def peak_bytes() -> int:
+    """The peak memory so far of the device that used most; on a CPU, of this process."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    held = [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]
-    # In bytes on macOS, in KiB on Linux.
+    peaks = [device["peak_bytes_in_use"] for device in stats if "peak_bytes_in_use" in device]
+    # The unit is bytes on macOS and KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
-    return max(held, default=unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return max(peaks, default=unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def _host_memory() -> int | None:
-    """What is free of the machine, or of what a container may have, if that is less."""
+    """Free bytes of the machine, or of the container if its limit leaves fewer."""
     try:
         lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * next(int(line.split()[1]) for line in lines if "MemAvailable" in line)
     except (OSError, StopIteration):
         return None
-    for limit, usage, statistics, files in _LIMITS:
+    for limit_file, usage_file, statistics_file, key in _CGROUP_FILES:
         try:
-            most, taken = (int((_CGROUP / name).read_text()) for name in (limit, usage))
-            lines = (_CGROUP / statistics).read_text().splitlines()
+            limit, used = (int((_CGROUP / name).read_text()) for name in (limit_file, usage_file))
+            lines = (_CGROUP / statistics_file).read_text().splitlines()
         except (OSError, ValueError):
             continue
-        kept = next((int(line.split()[1]) for line in lines if line.startswith(f"{files} ")), 0)
-        free = min(free, max(0, most - taken + kept))
+        cached = next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)
+        free = min(free, max(0, limit - used + cached))
     return free
 
 

@@ -1,4 +1,4 @@
-"""Several processes that are one run: how they join, wait for each other, and stop together."""
+"""One run in several processes: how they join, wait for each other, and stop together."""
 
 import os
 import signal
@@ -14,12 +14,12 @@ from jax.experimental import multihost_utils
 from alibi_jax.distributed.rendezvous import LaunchError, rendezvous
 from alibi_jax.distributed.watchdog import Watchdog
 
-Prepared = TypeVar("Prepared")
+Result = TypeVar("Result")
 
-# Preparing may take long; a process that has died is noticed by its heartbeat long before.
-_PATIENCE_MS = 24 * 60 * 60 * 1000
-# This process's, once it has joined others.
-_lifelines: list[Watchdog] = []
+# Preparing data may take long. Heartbeats detect a dead process long before this timeout.
+_PREPARE_TIMEOUT_MS = 24 * 60 * 60 * 1000
+# The watchdog of this process, once it has joined other processes.
+_watchdogs: list[Watchdog] = []
 
 
 def join(
@@ -28,15 +28,15 @@ def join(
     process_id: int | None = None,
     timeout: int = 300,
 ) -> None:
-    """Joins the other processes of this run, if there are any; before any device is used.
+    """Joins the other processes of this run, if there are any. Call it before using a device.
 
-    Without the first three, JAX looks for the launcher that started them (Cloud TPU, GKE, SLURM,
-    Open MPI); where it finds none, this process is alone. Raises LaunchError where after `timeout`
-    seconds not all of them are there.
+    Without the first three arguments, JAX detects the launcher (Cloud TPU, GKE, SLURM, Open MPI);
+    if there is none, this process is the whole run. Raises LaunchError if not all processes have
+    started after `timeout` seconds.
     """
     given = (coordinator, num_processes, process_id)
     if given == (None, None, None):
-        # What JAX would find, too; it has no public name.
+        # The detection that `jax.distributed.initialize` uses; it has no public name.
         coordinator, num_processes, process_id, _ = (
             clusters.ClusterEnv.auto_detect_unset_distributed_params(
                 os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, timeout
@@ -45,103 +45,107 @@ def join(
         if coordinator is None:
             return
     if coordinator is None or num_processes is None or process_id is None:
-        raise LaunchError("--coordinator, --num_processes and --process_id go together")
+        raise LaunchError("give --coordinator, --num_processes and --process_id together")
     if not 0 <= process_id < num_processes:
         raise LaunchError(
-            f"--process_id={process_id} must be from 0 to {num_processes - 1}, one less than "
+            f"--process_id={process_id} must be between 0 and {num_processes - 1}, one less than "
             f"--num_processes={num_processes}"
         )
     if not coordinator.rpartition(":")[2].isdigit():
-        raise LaunchError(f"--coordinator={coordinator} must be host:port of process 0")
-    peers = rendezvous(coordinator, num_processes, process_id, timeout)
-    _lifelines.append(Watchdog(process_id, num_processes, peers))
+        raise LaunchError(f"--coordinator={coordinator} must be the host:port of process 0")
+    connections = rendezvous(coordinator, num_processes, process_id, timeout)
+    _watchdogs.append(Watchdog(process_id, num_processes, connections))
     jax.distributed.initialize(
         coordinator, num_processes, process_id, initialization_timeout=timeout
     )
 
 
-def leave() -> None:
-    """Tells the others that this process ends as it should."""
-    if _lifelines:
-        _lifelines[0].leave()
+def announce_normal_exit() -> None:
+    """Tells the other processes that this process is about to exit without an error."""
+    if _watchdogs:
+        _watchdogs[0].announce_normal_exit()
 
 
-def fail(message: str, code: int, *, through_others: bool = False) -> NoReturn:
-    """Ends this process with one line, and the others soon after.
+def exit_with_error(message: str, code: int, *, maybe_peer_failure: bool = False) -> NoReturn:
+    """Prints `message`, exits with `code`, and makes the other processes exit soon after.
 
-    `through_others`: for an error that may come of another's end, which is said then.
+    With `maybe_peer_failure`, the error may be only the consequence of another process's exit.
+    If another process has exited, the message then says so instead.
     """
-    if _lifelines:
-        _lifelines[0].fail(message, code, through_others=through_others)
+    if _watchdogs:
+        _watchdogs[0].exit_with_error(message, code, maybe_peer_failure=maybe_peer_failure)
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
 def say(text: str) -> None:
-    """Prints, once for all processes."""
+    """Prints `text` in process 0 only."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
 
-def on_any(flag: bool) -> bool:
-    """Whether it is true in any process: what one of them can't do, none of them begins."""
+def any_process(flag: bool) -> bool:
+    """Whether `flag` is true in at least one process. All processes must call it."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
-def first_then_all(name: str, prepare: Callable[[], Prepared]) -> Prepared:
-    """Process 0 prepares; the others then find it done or, where disks are not shared, do it.
+def process_zero_first(name: str, prepare: Callable[[], Result]) -> Result:
+    """Calls `prepare` in process 0, then in all other processes, and returns its result.
 
-    What process 0 cannot do is raised by all of them, as ValueError with its message.
+    On a shared disk, the other processes find the files that process 0 has prepared. An error in
+    process 0 is raised in the other processes too, as a ValueError with the same message. `name`
+    is a unique key for this call.
     """
     if jax.process_count() == 1:
         return prepare()
-    # A collective would time out meanwhile, and could not carry a message; the coordination
-    # service has no public interface.
+    # A collective could time out and could not carry a message. The coordination service can, but
+    # has no public interface.
     service: Any = distributed.global_state.client
     if jax.process_index() == 0:
         try:
-            prepared = prepare()
+            result = prepare()
         except Exception as error:
             service.key_value_set(name, f"failed {error}")
             raise
         service.key_value_set(name, "done")
-        return prepared
-    outcome = service.blocking_key_value_get(name, _PATIENCE_MS)
-    if outcome != "done":
-        raise ValueError(outcome.removeprefix("failed "))
+        return result
+    status = service.blocking_key_value_get(name, _PREPARE_TIMEOUT_MS)
+    if status != "done":
+        raise ValueError(status.removeprefix("failed "))
     return prepare()
 
 
 class StopRequest:
-    """Whether someone asked the run to end, agreed on by all processes; a context manager.
+    """A request to stop the run (SIGTERM, or Ctrl-C in a single process); a context manager.
 
-    A single process listens for SIGTERM and Ctrl-C itself; a second signal is not held back.
-    Several ask the coordination service, which hears SIGTERM and names one step to all.
+    A single process handles the first signal itself; a second one has its usual effect. Several
+    processes query JAX's coordination service, which receives SIGTERM and tells all processes the
+    same step at which to stop.
     """
 
     def __init__(self) -> None:
-        self._asked = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._requested = False
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         if jax.process_count() == 1:
             for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._ask)
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before.clear()
+        self._previous_handlers.clear()
 
-    def _ask(self, number: int, frame: Any) -> None:
-        self._asked = True
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._requested = True
         self.__exit__()
 
     def at(self, step: int) -> bool:
-        """Whether to stop after this step."""
+        """Whether to stop after `step`. Processes must call it for the same steps."""
         if jax.process_count() > 1:
             return bool(multihost_utils.reached_preemption_sync_point(step))
-        return self._asked
+        return self._requested

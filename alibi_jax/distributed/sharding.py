@@ -1,7 +1,7 @@
-"""The device mesh, and the one table from logical axes to mesh axes.
+"""The device mesh, and the table from logical axes to mesh axes.
 
-All other code names logical axes. The names of the mesh's own axes are the keys of the
-configuration's section `mesh`, and the table below says what each of them splits.
+All other code names logical axes. The axes of the mesh have the names of the keys in the section
+`mesh` of the configuration, and `LOGICAL_AXIS_RULES` says which logical axes each of them shards.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from jaxtyping import Array, Int
 from alibi_jax.config import Mesh, fields_of
 
 MESH_AXES = tuple(fields_of(Mesh))
-# The axis that spans slices of a pod: only gradients are exchanged along it, once a step.
+# The axis that spans slices of a pod: only gradients are reduced along it, once a step.
 _SLICE_AXIS = "data"
 
-# A logical axis that is not here is not sharded.
+# A logical axis that is not in the table is not sharded.
 LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "sequence": ("context",),
@@ -37,25 +37,25 @@ LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
 
 
 def use_cpu_cores(batch_size: int, sizes: Sequence[int] = (-1,), processes: int = 1) -> None:
-    """On a CPU, makes each core one device, as far as that divides the work.
+    """On a CPU, makes each core one device, as many as divide the batch and fit the mesh.
 
-    `batch_size` rows must split evenly over the devices of all `processes`, and those over a
-    mesh of these `sizes` (-1: what the others leave); a mesh without a -1 gets the devices it
-    asks for. Has no effect on accelerators, nor where the number of CPU devices is already
-    chosen. Must come before anything asks JAX for its devices.
+    The devices of all `processes` must divide `batch_size` and be a multiple of the fixed sizes of
+    the mesh. `sizes` are the sizes of the mesh's axes; -1 stands for the remaining devices. A mesh
+    without a -1 gets exactly the devices that it names. Has no effect on accelerators, nor if the
+    number of CPU devices is already configured. Call it before anything asks JAX for its devices.
     """
-    chosen = jax.config.values["jax_num_cpu_devices"] > 0
-    if chosen or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+    configured = jax.config.values["jax_num_cpu_devices"] > 0
+    if configured or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
-    fixed = math.prod(size for size in sizes if size > 0)
-    least = -(-fixed // processes)
+    fixed_size = math.prod(size for size in sizes if size > 0)
+    minimum = -(-fixed_size // processes)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    fitting = [
-        n
-        for n in range(1, (cores or 1) + 1)
-        if n * processes % fixed == 0 and batch_size % (n * processes) == 0
+    valid_counts = [
+        count
+        for count in range(1, (cores or 1) + 1)
+        if count * processes % fixed_size == 0 and batch_size % (count * processes) == 0
     ]
-    devices = max(fitting, default=least) if -1 in sizes else least
+    devices = max(valid_counts, default=minimum) if -1 in sizes else minimum
     jax.config.update("jax_num_cpu_devices", devices)
 
 
@@ -70,23 +70,24 @@ def make_mesh(
     """
     sizes = dataclasses.asdict(config or Mesh())
     devices = jax.devices() if devices is None else devices
-    asked = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
-    free = [axis for axis, size in sizes.items() if size == -1]
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if len(free) > 1:
-        raise ValueError(f"{asked}: only one of them can be -1")
-    if free:
-        sizes[free[0]] = len(devices) // fixed
+    requested = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    inferred_axes = [axis for axis, size in sizes.items() if size == -1]
+    fixed_size = math.prod(size for size in sizes.values() if size != -1)
+    if len(inferred_axes) > 1:
+        raise ValueError(f"{requested}: only one of the sizes can be -1")
+    if inferred_axes:
+        sizes[inferred_axes[0]] = len(devices) // fixed_size
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(
-            f"{asked} does not cover {len(devices)} devices: they must multiply to that"
+            f"{requested} does not cover {len(devices)} devices: the sizes must multiply to "
+            f"{len(devices)}"
         )
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     replicas = sizes[_SLICE_AXIS]
     if replicas % slices:
         raise ValueError(
-            f"{asked}: mesh.{_SLICE_AXIS}={replicas} does not divide by the {slices} slices, "
-            "which are replicas: choose a multiple"
+            f"{requested}: mesh.{_SLICE_AXIS}={replicas} does not divide by the {slices} slices, "
+            f"which hold replicas: choose a multiple of {slices}"
         )
     over_slices = {axis: slices if axis == _SLICE_AXIS else 1 for axis in sizes}
     in_a_slice = [size // over_slices[axis] for axis, size in sizes.items()]
@@ -101,59 +102,66 @@ def make_mesh(
 
 
 def axis_size(mesh: jax.sharding.Mesh, logical: str) -> int:
-    """Devices over which a logical axis is split."""
+    """The number of devices over which a logical axis is sharded."""
     return math.prod(mesh.shape[axis] for axis in LOGICAL_AXIS_RULES.get(logical, ()))
 
 
 def num_shards(logical: str | None) -> int:
-    """Parts into which arrays are split along a logical axis: 1 outside `jax.set_mesh`.
+    """The number of shards of an array along a logical axis: 1 outside `jax.set_mesh`.
 
-    Inside `jax.shard_map` an array is a part already, and not split any further.
+    Inside `jax.shard_map` an array is already a shard, so the number is 1 there too.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = LOGICAL_AXIS_RULES.get(logical or "", ())
-    each = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
-    return math.prod(n for axis, n, kind in each if axis in axes and kind != AxisType.Manual)
+    return math.prod(
+        size
+        for axis, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types)
+        if axis in axes and kind != AxisType.Manual
+    )
 
 
 def divides_evenly(x: Array | np.ndarray, *logical: str | None) -> bool:
-    """Whether each dimension of `x` divides by the devices along the axis that it is."""
+    """Whether each dimension of `x` divides by the number of shards of its logical axis."""
     return all(length % num_shards(name) == 0 for length, name in zip(x.shape, logical))
 
 
 def partition_spec(*logical: str | None) -> PartitionSpec:
-    """The mesh axes of an array whose dimensions carry these logical names."""
+    """The mesh axes of an array whose dimensions are these logical axes."""
     return PartitionSpec(*(LOGICAL_AXIS_RULES.get(name) if name else None for name in logical))
 
 
 def named_sharding(mesh: jax.sharding.Mesh, *logical: str | None) -> NamedSharding:
-    """The placement on `mesh` of an array whose dimensions carry these logical names."""
+    """The sharding on `mesh` of an array whose dimensions are these logical axes."""
     return NamedSharding(mesh, partition_spec(*logical))
 
 
-def sharding_like(array: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
-    """The placement of what belongs to a placed array: of its shape, or of that less one axis.
+def moment_sharding(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding of an optimizer moment of this shape, from the sharding of its parameter.
 
-    Anything else, as a number that belongs to it all, is on every device.
+    A moment with the shape of the parameter has its sharding. A moment that lacks one axis of the
+    parameter (a factor of Adafactor) keeps the sharding of the other axes. Any other moment, such
+    as a scalar, is replicated.
     """
-    mesh, spec = array.sharding.mesh, array.sharding.spec
-    axes = (*spec, *(None,) * (len(array.shape) - len(spec)))
-    if shape == array.shape:
-        return array.sharding
-    for axis in range(len(array.shape)):
-        if array.shape[:axis] + array.shape[axis + 1 :] == shape:
+    mesh, spec = param.sharding.mesh, param.sharding.spec
+    axes = (*spec, *(None,) * (len(param.shape) - len(spec)))
+    if shape == param.shape:
+        return param.sharding
+    for axis in range(len(param.shape)):
+        if param.shape[:axis] + param.shape[axis + 1 :] == shape:
             return NamedSharding(mesh, PartitionSpec(*axes[:axis], *axes[axis + 1 :]))
     return NamedSharding(mesh, PartitionSpec())
 
 
 def constrain(x: Array, *logical: str | None) -> Array:
-    """Asks the compiler for that placement; nothing outside `jax.set_mesh`.
+    """Constrains `x` to the sharding of these logical axes. No effect outside `jax.set_mesh`.
 
-    An axis that does not divide by its devices is whole on each of them.
+    An axis whose size does not divide by its number of shards is not sharded.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    names = [name if n % num_shards(name) == 0 else None for n, name in zip(x.shape, logical)]
+    names = [
+        name if length % num_shards(name) == 0 else None for length, name in zip(x.shape, logical)
+    ]
     return jax.lax.with_sharding_constraint(x, partition_spec(*names))
 
 
@@ -162,10 +170,12 @@ def map_over_shards(
     axes: Sequence[tuple[str | None, ...]],
     out: tuple[str | None, ...],
 ) -> Callable[..., Array]:
-    """`function` of arrays with these logical axes, run by each device on its part of them.
+    """Maps `function` over the shards of its arguments, with `jax.shard_map`.
 
-    For what the compiler cannot split by itself: loops over rows or heads, and kernels. Just
-    `function` where there is one device, or where sizes do not divide. An argument may be None.
+    `axes` has the logical axes of each argument and `out` those of the result; an argument may be
+    None. This is for code that the compiler cannot shard by itself: loops over rows or heads, and
+    kernels. With one device, inside another `jax.shard_map`, or if sizes do not divide evenly,
+    `function` is called on the whole arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if all(kind != AxisType.Auto for kind in mesh.axis_types) or mesh.size == 1:
@@ -185,14 +195,17 @@ def map_over_shards(
 
 
 def manual_axes(logical: str) -> tuple[str, ...]:
-    """The axes of the mesh along which the parts that `split` gives out are parts of `logical`."""
+    """The mesh axes that shard `logical` and that `jax.shard_map` has made manual here."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     return tuple(axis for axis in LOGICAL_AXIS_RULES[logical] if kinds.get(axis) == AxisType.Manual)
 
 
-def local_rows(sharding: NamedSharding, num_rows: int) -> Int[np.ndarray, "b"]:
-    """The rows (first dimension) of a global array of which this process holds a part."""
+def addressable_rows(sharding: NamedSharding, num_rows: int) -> Int[np.ndarray, "b"]:
+    """Indices of the rows of a global array that the devices of this process hold.
+
+    Rows are along the first dimension. Another process may hold other parts of the same rows.
+    """
     slices = {
         index[0].indices(num_rows)
         for index in sharding.addressable_devices_indices_map((num_rows,)).values()
@@ -201,8 +214,8 @@ def local_rows(sharding: NamedSharding, num_rows: int) -> Int[np.ndarray, "b"]:
     return np.array(sorted({row for bounds in slices for row in range(*bounds)}))
 
 
-def global_array(sharding: NamedSharding, local: Any, num_rows: int) -> jax.Array:
-    """The global array of `num_rows` rows from each process's own, in `local_rows` order."""
+def make_global_array(sharding: NamedSharding, local_rows: Any, num_rows: int) -> jax.Array:
+    """The global array of `num_rows` rows, from the `addressable_rows` of each process."""
     return jax.make_array_from_process_local_data(
-        sharding, local, global_shape=(num_rows, *local.shape[1:])
+        sharding, local_rows, global_shape=(num_rows, *local_rows.shape[1:])
     )

@@ -1,7 +1,8 @@
-"""How the processes of a run learn that one of them has ended, and end too.
+"""Detects that another process of the run has ended, and ends this one too.
 
-A process that waits in a collective for one that has died would wait on; JAX notices after 100
-seconds, and ends it with a stack trace. Here the connections of the roll call tell at once.
+A process that waits in a collective for a dead process would wait on. JAX notices after 100 seconds
+and ends it with a stack trace. The watchdog notices at once, through the connections that the
+rendezvous has left open.
 """
 
 import os
@@ -12,111 +13,116 @@ import threading
 import time
 from typing import NoReturn
 
-from alibi_jax.distributed.rendezvous import Peers, read_line, write_line
+from alibi_jax.distributed.rendezvous import Connections, read_line, write_line
 
-# Seconds in which a process may still end by an error of its own, once another has by one.
+# Seconds that a process may take to end by its own error after another process has failed.
 _GRACE = 5.0
 
 
 class Watchdog:
-    """A process's connections to the others, and a thread that listens to them.
+    """The connections of a process to the others, and a thread that listens to them.
 
-    Process 0 passes on what it hears, and ends last: JAX's coordinator is there, without which
-    the others would be ended with a stack trace.
+    Process 0 forwards the failures that it hears of and ends last, because it runs JAX's
+    coordinator: without the coordinator JAX would end the other processes with a stack trace.
     """
 
-    def __init__(self, process_id: int, num_processes: int, peers: Peers):
+    def __init__(self, process_id: int, num_processes: int, connections: Connections):
         self._process_id = process_id
         self._name = f"process {process_id} of {num_processes}"
-        self._peers = peers
-        # Who has ended for an error or has died, the first of them; until when to wait for that
-        # to be this process's error too; and whether this process is ending already.
-        self._culprit: int | None = None
-        self._until = float("inf")
-        self._ending = threading.Lock()
-        self._told = False
-        self._news = threading.Event()
-        self._alone = threading.Event()
+        self._connections = connections
+        # The first process that failed or died, and the time until which this process may still
+        # end by an error of its own.
+        self._failed_process: int | None = None
+        self._deadline = float("inf")
+        # Held by the thread that ends this process.
+        self._exiting = threading.Lock()
+        # Whether this process ends because of `_failed_process`.
+        self._reported_peer_failure = False
+        self._peer_has_failed = threading.Event()
+        self._all_disconnected = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def leave(self) -> None:
-        """Says that this process ends as it should."""
-        self._say({"ends": self._process_id})
+    def announce_normal_exit(self) -> None:
+        """Tells the other processes that this process is about to exit without an error."""
+        self._send_to_all({"finished": self._process_id})
 
-    def fail(self, message: str, code: int, *, through_others: bool) -> NoReturn:
-        """Ends this process for an error.
+    def exit_with_error(self, message: str, code: int, *, maybe_peer_failure: bool) -> NoReturn:
+        """Prints `message`, tells the other processes, and exits with `code`.
 
-        `through_others`: it may come of another's end, which is what is said then.
+        With `maybe_peer_failure`, the error may be only the consequence of another process's
+        exit. If another process has failed, the message then names it instead.
         """
-        # From here on it ends, whatever is pressed.
+        # Ctrl-C must not interrupt the exit.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if through_others and self._news.wait(2.0):
-            message = self._because(self._culprit)
-        if self._ending.acquire(blocking=False):
+        if maybe_peer_failure and self._peer_has_failed.wait(2.0):
+            message = self._peer_failure_message()
+        if self._exiting.acquire(blocking=False):
             print(f"error: {message}", file=sys.stderr, flush=True)
-            self._say({"fails": self._process_id})
+            self._send_to_all({"failed": self._process_id})
         if self._process_id == 0:
-            self._alone.wait(2 * _GRACE)
-        # At once: at a usual exit JAX waits for all others.
+            self._all_disconnected.wait(2 * _GRACE)
+        # Not sys.exit, in which JAX would wait for all other processes.
         os._exit(code)
 
-    def _because(self, number: int | None) -> str:
+    def _peer_failure_message(self) -> str:
         return (
-            f"{self._name} stops, because process {number} has stopped, whose own output says why; "
-            "the same command on all of them goes on from the last checkpoint"
+            f"{self._name} stops, because process {self._failed_process} has stopped (see the "
+            "output of that process); the same command on all processes resumes from the last "
+            "checkpoint"
         )
 
-    def _say(self, message: dict[str, int]) -> None:
-        for connection in self._peers.values():
+    def _send_to_all(self, message: dict[str, int]) -> None:
+        for connection in self._connections.values():
             write_line(connection, message)
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for number, connection in self._peers.items():
+            for number, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, number)
-            ended = set()
+            finished = set()
             while selector.get_map():
-                wait = self._until - time.monotonic()
+                wait = self._deadline - time.monotonic()
                 for key, _ in selector.select(min(max(0.0, wait), 3600.0)):
-                    message = read_line(self._peers[key.data], None)
+                    message = read_line(self._connections[key.data], None)
                     if message is None:
-                        # Left open here: to close it would be to have died.
+                        # The socket stays open, because closing it would tell the other end that
+                        # this process has died.
                         selector.unregister(key.fileobj)
                         message = {"died": key.data}
-                    ((how, number),) = message.items()
-                    if how == "ends":
-                        ended.add(number)
-                    elif how == "fails" or number not in ended:
-                        self._heard(how, number)
-                if time.monotonic() >= self._until:
-                    self._end_with_culprit()
-        self._alone.set()
-        if self._culprit is None:
+                    ((event, number),) = message.items()
+                    if event == "finished":
+                        finished.add(number)
+                    elif event == "failed" or number not in finished:
+                        self._on_failure(event, number)
+                if time.monotonic() >= self._deadline:
+                    self._exit_after_peer_failure()
+        self._all_disconnected.set()
+        if self._failed_process is None:
             return
-        if not self._told:
-            time.sleep(max(0.0, min(_GRACE, self._until - time.monotonic())))
-        self._end_with_culprit()
-        if self._told:
+        if not self._reported_peer_failure:
+            time.sleep(max(0.0, min(_GRACE, self._deadline - time.monotonic())))
+        self._exit_after_peer_failure()
+        if self._reported_peer_failure:
             os._exit(1)
 
-    def _heard(self, how: str, number: int) -> None:
-        if self._culprit is None:
-            self._culprit = number
-            self._news.set()
-            self._until = time.monotonic() + (0.0 if how == "died" else _GRACE)
+    def _on_failure(self, event: str, number: int) -> None:
+        if self._failed_process is None:
+            self._failed_process = number
+            self._peer_has_failed.set()
+            self._deadline = time.monotonic() + (0.0 if event == "died" else _GRACE)
             if self._process_id == 0:
-                self._say({how: number})
+                self._send_to_all({event: number})
 
-    def _end_with_culprit(self) -> None:
-        """Ends this process; process 0 only once nobody else is left, or that takes too long."""
-        if self._ending.acquire(blocking=False):
-            self._told = True
-            print(f"error: {self._because(self._culprit)}", file=sys.stderr, flush=True)
+    def _exit_after_peer_failure(self) -> None:
+        """Ends this process. Process 0 first waits for the others, up to a deadline."""
+        if self._exiting.acquire(blocking=False):
+            self._reported_peer_failure = True
+            print(f"error: {self._peer_failure_message()}", file=sys.stderr, flush=True)
             if self._process_id != 0:
                 os._exit(1)
-            self._until = time.monotonic() + 2 * _GRACE
-        elif self._told:
+            self._deadline = time.monotonic() + 2 * _GRACE
+        elif self._reported_peer_failure:
             os._exit(1)
         else:
-            # `fail` ends it.
-            self._until = float("inf")
+            # `exit_with_error` ends this process.
+            self._deadline = float("inf")

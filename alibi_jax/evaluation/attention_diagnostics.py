@@ -81,7 +81,7 @@ def _means(
     """Entropy and distance `[L, N]` and scores `[L, N, T]`, averaged over the windows, float64."""
     batch_size = sharding.axis_size(mesh, "batch")
     placement = sharding.named_sharding(mesh, "batch", None)
-    rows = sharding.local_rows(placement, batch_size)
+    rows = sharding.addressable_rows(placement, batch_size)
 
     def statistics(params: Any, inputs: Array) -> AttentionStatistics:
         return nnx.merge(graphdef, params).attention_statistics(inputs)
@@ -92,13 +92,15 @@ def _means(
     sums = [np.zeros(()) for _ in AttentionStatistics._fields]
     with jax.set_mesh(mesh):
         program = compiled.lower(params, inputs).compile()
-        memory.check(program, f"attention over {length} tokens", "give a shorter --attention")
+        memory.check_program_fits(
+            program, f"attention over {length} tokens", "give a shorter --attention"
+        )
         for first in range(0, len(starts), batch_size):
             some = starts[first : first + batch_size]
             # Past the last window it is repeated, and not counted.
             filled = np.pad(some, (0, batch_size - len(some)), mode="edge")[rows]
             local = tokens[filled[:, None] + np.arange(length)].astype(np.int32)
-            measured = program(params, sharding.global_array(placement, local, batch_size))
+            measured = program(params, sharding.make_global_array(placement, local, batch_size))
             sums = [
                 total + np.asarray(x, np.float64)[:, : len(some)].sum(axis=1)
                 for total, x in zip(sums, measured)

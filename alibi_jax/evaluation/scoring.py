@@ -132,7 +132,7 @@ class Scorer:
             return
         offsets = windows.offsets
         batch_size = self.batch_size(len(group), windows.length)
-        rows = sharding.local_rows(self._placement, batch_size)
+        rows = sharding.addressable_rows(self._placement, batch_size)
         begun = time.perf_counter()
         program = self.program(params, batch_size, windows.length, first_scored)
         scores.compile_seconds += time.perf_counter() - begun
@@ -151,7 +151,7 @@ class Scorer:
             indices[: len(part)] = part
             batch = windows.batch(tokens, indices, first_scored)
             inputs, targets = (
-                sharding.global_array(self._placement, batch[name][rows], batch_size)
+                sharding.make_global_array(self._placement, batch[name][rows], batch_size)
                 for name in ("inputs", "targets")
             )
             losses = program(params, inputs, targets)
@@ -180,7 +180,7 @@ class Scorer:
         shape = (batch_size, length, first_scored)
         if shape not in self._programs:
             program = self.lowered(params, batch_size, length, first_scored).compile()
-            memory.check(
+            memory.check_program_fits(
                 program,
                 f"a batch of {batch_size} windows of {length} tokens",
                 "give a smaller --batch_tokens"

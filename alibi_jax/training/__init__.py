@@ -1,1 +1,1 @@
-"""Training: one step, the loop around it, and what the loop needs."""
+"""Training: the step, the loop, optimizers, metrics, throughput and profiler traces."""

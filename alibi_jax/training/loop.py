@@ -1,4 +1,4 @@
-"""The loop around the step: data, checkpoints, metrics, and when to stop."""
+"""The training loop: data, checkpoints, metrics, and when to stop."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from alibi_jax.data.token_streams import token_stream
 from alibi_jax.data.tokenizers import Tokenizer, make_tokenizer
 from alibi_jax.data.windows import TrainingBatches, evaluation_windows
 from alibi_jax.distributed import sharding
-from alibi_jax.distributed.processes import StopRequest, first_then_all, say
+from alibi_jax.distributed.processes import StopRequest, process_zero_first, say
 from alibi_jax.evaluation.scoring import Scorer
 from alibi_jax.progress import Progress
 from alibi_jax.provenance import provenance
@@ -26,8 +26,8 @@ from alibi_jax.training.profiling import Profiler, parse_steps
 from alibi_jax.training.step import StepMetrics, Trainer, TrainState, check_fits
 from alibi_jax.training.throughput import ThroughputMeter
 
-# Keys that may differ between a run and its resumption; every other one shapes the numbers.
-_FREE_TO_CHANGE = (
+# Keys that may differ when a run is resumed. All other keys change the numbers of the run.
+_CHANGEABLE_KEYS = (
     "checkpoint.",
     "mesh.",
     "data.data_dir",
@@ -38,41 +38,42 @@ _FREE_TO_CHANGE = (
 
 
 def check_same_config(saved: Metadata, config: Config, workdir: pathlib.Path) -> None:
-    """Raises ConfigError where a workdir's run was configured otherwise than this one."""
+    """Raises ConfigError if the run in `workdir` has another configuration than this one."""
     before, now = flatten(from_dict(saved.config)), flatten(config)
-    # Only a schedule that decays depends on where it ends.
-    free = _FREE_TO_CHANGE + (("train.steps",) if now["optimizer.schedule"] == "constant" else ())
+    # Only a decaying schedule depends on its last step.
+    constant = now["optimizer.schedule"] == "constant"
+    changeable = _CHANGEABLE_KEYS + (("train.steps",) if constant else ())
     for key, value in now.items():
-        if before[key] != value and not key.startswith(free):
+        if before[key] != value and not key.startswith(changeable):
             raise ConfigError(
                 f"{key}={value!r}, but the run in {workdir} has {before[key]!r}: give that value "
-                "to resume it, or another --workdir to start anew"
+                "to resume the run, or another --workdir to start a new one"
             )
 
 
 def check_same_text(
     saved: Metadata, text: str, tokenizer: Tokenizer, workdir: pathlib.Path
 ) -> None:
-    """Raises ConfigError where a workdir's run was trained on another text or vocabulary."""
+    """Raises ConfigError if the run in `workdir` was trained on another text or vocabulary."""
     if (saved.text, saved.tokenizer) != (text, tokenizer.to_dict()):
         raise ConfigError(
-            f"the run in {workdir} was trained on another text than data.dataset now gives: "
-            "restore that text to resume it, or give another --workdir to start anew"
+            f"the run in {workdir} was trained on another text than data.dataset gives now: "
+            "restore that text to resume the run, or give another --workdir to start a new one"
         )
 
 
 def train(config: Config, workdir: pathlib.Path, profile: str = "") -> int:
     """Trains until `train.steps`, from the latest checkpoint if there is one.
 
-    Steps 10 to 15 are traced for `profile` "10:15". Returns the step reached: less than
-    `train.steps` if asked to stop (SIGTERM).
+    `profile` "10:15" traces steps 10 to 15. Returns the last finished step, which is less than
+    `train.steps` if the run was asked to stop (SIGTERM).
 
     Raises:
-        ConfigError, DataError, CheckpointError: before any work, one line that says why.
-        FloatingPointError: for a loss or gradient that is not finite; nothing of it is saved.
+        ConfigError, DataError, CheckpointError: before training begins; the message is one line.
+        FloatingPointError: for a loss or gradient that is not finite; that step is not saved.
     """
     config.check()
-    traced = parse_steps(profile)
+    traced_steps = parse_steps(profile)
     mesh = sharding.make_mesh(config.mesh)
     check_fits(config, mesh)
     if workdir.exists() and not workdir.is_dir():
@@ -83,15 +84,15 @@ def train(config: Config, workdir: pathlib.Path, profile: str = "") -> int:
         if saved.step >= config.train.steps:
             return saved.step
     start = 0 if saved is None else saved.step
-    profiler = Profiler(traced, workdir, start, config.train.steps)
-    prepared = first_then_all("data", lambda: _prepare(config))
+    profiler = Profiler(traced_steps, workdir, start, config.train.steps)
+    data = process_zero_first("data", lambda: _prepare_data(config))
     if saved is not None:
-        check_same_text(saved, prepared.text, prepared.tokenizer, workdir)
-    trainer = Trainer(config, prepared.tokenizer.vocab_size, mesh)
+        check_same_text(saved, data.fingerprint, data.tokenizer, workdir)
+    trainer = Trainer(config, data.tokenizer.vocab_size, mesh)
     batches = TrainingBatches(
-        prepared.tokens, config.train.length, config.train.batch_size, config.train.seed
+        data.tokens, config.train.length, config.train.batch_size, config.train.seed
     )
-    _introduce(trainer, workdir, start)
+    _print_summary(trainer, workdir, start)
     with Checkpoints(workdir, config.checkpoint) as checkpoints:
         state = (
             TrainState(**checkpoints.restore(start, **trainer.abstract_state._asdict()))
@@ -101,20 +102,20 @@ def train(config: Config, workdir: pathlib.Path, profile: str = "") -> int:
         with (
             MetricsWriter(workdir, start) as writer,
             StopRequest() as stop,
-            ThroughputMeter(config, trainer.vocab_size, mesh) as pace,
+            ThroughputMeter(config, trainer.vocab_size, mesh) as throughput,
             profiler,
         ):
-            loop = _Loop(trainer, prepared, checkpoints, writer, stop, pace, profiler)
+            loop = _TrainingLoop(trainer, data, checkpoints, writer, stop, throughput, profiler)
             return loop.run(state, batches, start)
 
 
-def _introduce(trainer: Trainer, workdir: pathlib.Path, start: int) -> None:
-    """Says what is about to be trained, and on what."""
+def _print_summary(trainer: Trainer, workdir: pathlib.Path, start: int) -> None:
+    """Prints the size of the model, the devices and the steps that will be trained."""
     params = jax.tree.leaves(trainer.abstract_state.params)
     mesh = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.shape.items())
     say(
-        f"{workdir}: {sum(leaf.size for leaf in params):,} parameters, {mesh} of "
-        f"{trainer.mesh.devices.flat[0].device_kind}, processes {jax.process_count()}, from step "
+        f"{workdir}: {sum(leaf.size for leaf in params):,} parameters, mesh {mesh} "
+        f"({trainer.mesh.devices.flat[0].device_kind}), processes: {jax.process_count()}, steps "
         f"{start + 1} to {trainer.config.train.steps}"
     )
     optimizer, steps = trainer.config.optimizer, trainer.config.train.steps
@@ -134,16 +135,16 @@ def _latest_metadata(workdir: pathlib.Path) -> Metadata | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Prepared:
-    text: str  # The fingerprint of what is trained on.
+class _TrainingData:
+    fingerprint: str  # Of the training text.
     tokenizer: Tokenizer
     tokens: np.ndarray
-    held_out: np.ndarray | None
+    validation_tokens: np.ndarray | None
 
 
-def _prepare(config: Config) -> _Prepared:
+def _prepare_data(config: Config) -> _TrainingData:
     tokenizer = make_tokenizer(config.data)
-    return _Prepared(
+    return _TrainingData(
         open_documents(config.data, "train").fingerprint,
         tokenizer,
         token_stream(config.data, "train", tokenizer),
@@ -153,70 +154,71 @@ def _prepare(config: Config) -> _Prepared:
     )
 
 
-class _Loop:
+class _TrainingLoop:
     def __init__(
         self,
         trainer: Trainer,
-        prepared: _Prepared,
+        data: _TrainingData,
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         stop: StopRequest,
-        pace: ThroughputMeter,
+        throughput: ThroughputMeter,
         profiler: Profiler,
     ):
         self.trainer = trainer
-        self.prepared = prepared
+        self.data = data
         self.checkpoints = checkpoints
         self.writer = writer
         self.stop = stop
-        self.pace = pace
+        self.throughput = throughput
         self.profiler = profiler
-        self.validate = self._validator()
+        self.validate = self._make_validate()
         self.schedule = make_schedule(trainer.config.optimizer, trainer.config.train.steps)
         self.provenance = provenance()
 
     def run(self, state: TrainState, batches: TrainingBatches, start: int) -> int:
         config, trainer = self.trainer.config, self.trainer
         steps = config.train.steps
-        rows = sharding.local_rows(trainer.batch_sharding, config.train.batch_size)
+        rows = sharding.addressable_rows(trainer.batch_sharding, config.train.batch_size)
         reached = start
-        self.profiler.done(start)
-        self.pace.restart()
+        self.profiler.after_step(start)
+        self.throughput.begin_interval()
         with (
             jax.set_mesh(trainer.mesh),
             Progress(
                 steps, "training", unit="step", initial=start, shown=jax.process_index() == 0
             ) as bar,
         ):
-            behind: tuple[int, StepMetrics] | None = None
+            pending: tuple[int, StepMetrics] | None = None
             local_batches = batches.iterate(start, steps - start, rows)
             for step, local in enumerate(local_batches, start=start + 1):
                 state, metrics = trainer.train_step(
                     state, trainer.device_batch(local), np.int32(step - 1)
                 )
-                # Read one step late, so that the next step is already under way; but at once
-                # where the state is used or a rate is measured.
-                if behind is not None:
-                    self._read(*behind)
-                behind = (step, metrics)
+                # The metrics are read one step late, so that the devices already run the next
+                # step. They are read at once where the state is used or a rate is measured.
+                if pending is not None:
+                    self._finish_step(*pending)
+                pending = (step, metrics)
                 bar.update()
                 stopping = self.stop.at(step)
                 saving = step % config.checkpoint.every == 0 or step == steps or stopping
-                if saving or self._logs(step) or step == start + 1 or self.profiler.waits(step):
-                    loss, grad_norm = self._read(step, metrics)
-                    behind = None
-                    with self.pace.aside():
-                        self.profiler.done(step)
+                traced = self.profiler.must_wait_for(step)
+                if saving or self._logs(step) or step == start + 1 or traced:
+                    loss, grad_norm = self._finish_step(step, metrics)
+                    pending = None
+                    with self.throughput.untimed():
+                        self.profiler.after_step(step)
                     if self._logs(step):
                         self._log(step, loss, grad_norm, state, bar)
                     elif step == start + 1:
-                        # Its time is mostly the compiler's: the rate counts from here.
-                        self.pace.restart()
+                        # The first step is mostly compilation: rates count from its end.
+                        self.throughput.begin_interval()
                 reached = step
                 if saving:
                     self._save(step, state)
-                if behind is None:
-                    self.pace.pause()
+                if pending is None:
+                    self.throughput.begin_step()
                 if stopping:
                     break
         return reached
@@ -231,36 +233,39 @@ class _Loop:
         train = self.trainer.config.train
         return step % train.log_every == 0 or step == train.steps or self._validates(step)
 
-    def _read(self, step: int, metrics: StepMetrics) -> tuple[float, float]:
-        """(loss, gradient norm) of a step, once it is done. Refuses what is not finite."""
+    def _finish_step(self, step: int, metrics: StepMetrics) -> tuple[float, float]:
+        """Waits for a step and returns its (loss, gradient norm).
+
+        Raises FloatingPointError unless both are finite.
+        """
         nll, targets, grad_norm = (float(x) for x in jax.device_get(metrics))
-        self.pace.step()
+        self.throughput.end_step()
         loss = nll / max(targets, 1.0)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.checkpoints.wait()
             raise FloatingPointError(
                 f"step {step}: loss {loss}, gradient norm {grad_norm}; last good checkpoint: "
                 f"{self.checkpoints.latest_step() or 'none'}. Lower optimizer.learning_rate or "
-                "lengthen optimizer.warmup_steps, in another --workdir"
+                "raise optimizer.warmup_steps, and give another --workdir"
             )
         return loss, grad_norm
 
     def _log(
         self, step: int, loss: float, grad_norm: float, state: TrainState, bar: Progress
     ) -> None:
-        """Writes the step's line, with the held-out loss where that is due."""
+        """Writes the metrics of a step, with the validation loss where that is due."""
         values = {
             "loss": loss,
             "learning_rate": float(self.schedule(step - 1)),
             "grad_norm": grad_norm,
-            **self.pace.measured(),
+            **self.throughput.metrics(),
         }
         if self._validates(step):
             values |= self.validate(state.params)
         self.writer.write(step, values)
         mfu = f", MFU {values['mfu']:.0%}" if "mfu" in values else ""
         bar.note(f"loss {loss:.3f}, {values['tokens_per_second']:,.0f} tokens/s{mfu}")
-        self.pace.restart()
+        self.throughput.begin_interval()
 
     def _save(self, step: int, state: TrainState) -> None:
         self.checkpoints.save(
@@ -269,22 +274,26 @@ class _Loop:
             Metadata(
                 step=step,
                 config=dataclasses.asdict(self.trainer.config),
-                text=self.prepared.text,
-                tokenizer=self.prepared.tokenizer.to_dict(),
-                vocab_size=self.prepared.tokenizer.vocab_size,
+                text=self.data.fingerprint,
+                tokenizer=self.data.tokenizer.to_dict(),
+                vocab_size=self.data.tokenizer.vocab_size,
                 provenance=self.provenance,
             ),
         )
 
-    def _validator(self) -> Callable[[Any], dict[str, float]]:
-        """The loss on the held-out split, as eval.py has it, over as many targets as asked for."""
-        held_out = self.prepared.held_out
-        if held_out is None:
+    def _make_validate(self) -> Callable[[Any], dict[str, float]]:
+        """A function from parameters to the validation loss, computed as in eval.py.
+
+        The loss is over the first `train.validation_targets` targets of the validation split, or
+        over all of them where that is 0.
+        """
+        tokens = self.data.validation_tokens
+        if tokens is None:
             return lambda _: {}
         train = self.trainer.config.train
-        tokens = held_out[: (train.validation_targets or len(held_out)) + 1]
+        tokens = tokens[: (train.validation_targets or len(tokens)) + 1]
         windows = evaluation_windows(np.array([0, len(tokens)]), train.length, train.length)
-        # As many windows at a time as a step has.
+        # Validation batches have the size of a training micro-batch.
         rows = train.batch_size // train.accumulation
         scorer = Scorer(self.trainer.graphdef, self.trainer.mesh, rows * train.length)
 

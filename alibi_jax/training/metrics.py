@@ -1,4 +1,4 @@
-"""Numbers by step, as JSON lines and for TensorBoard. Process 0 writes, the others do not."""
+"""Training metrics by step, as JSON lines and for TensorBoard. Only process 0 writes."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import jax
 class MetricsWriter:
     """Writes `<workdir>/metrics.jsonl` and `<workdir>/tensorboard`; a context manager.
 
-    A run that goes on from step `resume_step` first drops what was written past it, so that
-    the files are those of a run that was never stopped.
+    A run that resumes after step `resume_step` first drops the lines of later steps, so that the
+    files are the same as those of a run without interruption.
     """
 
     def __init__(self, workdir: pathlib.Path, resume_step: int):
@@ -23,10 +23,10 @@ class MetricsWriter:
         from tensorboardX import SummaryWriter
 
         path = workdir / "metrics.jsonl"
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= resume_step]
-        fresh = path.with_suffix(".jsonl.new")
-        fresh.write_text("".join(f"{line}\n" for line in kept))
-        os.replace(fresh, path)
+        kept_lines = [line for line in _lines(path) if json.loads(line)["step"] <= resume_step]
+        new_path = path.with_suffix(".jsonl.new")
+        new_path.write_text("".join(f"{line}\n" for line in kept_lines))
+        os.replace(new_path, path)
         self._file = path.open("a")
         self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resume_step + 1)
 
@@ -39,7 +39,7 @@ class MetricsWriter:
             self._board.close()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One line, and one point a value."""
+        """Writes one JSON line, and one TensorBoard point for each value."""
         if self._file is None:
             return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
@@ -49,7 +49,7 @@ class MetricsWriter:
 
 
 def _lines(path: pathlib.Path) -> list[str]:
-    """The whole lines; a last one that a kill cut short is not."""
+    """The complete lines of a file, without a last line that a kill cut short."""
     if not path.exists():
         return []
     text = path.read_text()

@@ -1,4 +1,4 @@
-"""Optax chains from the configuration."""
+"""Optimizers and learning rate schedules from the configuration, as Optax chains."""
 
 from typing import Any
 
@@ -26,26 +26,27 @@ def make_schedule(config: Optimizer, steps: int) -> optax.Schedule:
         after = optax.linear_schedule(peak, peak * config.final_fraction, decay_steps)
     else:
         after = optax.constant_schedule(peak)
-    # From peak/(warmup+1) rather than 0, so that the first step already moves.
+    # The first rate is peak/(warmup+1) and not 0, so that the first step changes parameters.
     ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     return optax.join_schedules([ramp, after], [warmup]) if warmup else after
 
 
 def clipped_warmup(config: Optimizer, steps: int) -> int:
-    """The steps over which the rate rises: `warmup_steps`, but no more than a decaying run has.
+    """The number of warm-up steps: `warmup_steps`, at most the steps of a run that decays.
 
-    A constant schedule keeps its warm-up whole, since such a run may be resumed with more steps.
+    A constant schedule is not clipped, since its run may be resumed with more steps.
     """
     return config.warmup_steps if config.schedule == "constant" else min(config.warmup_steps, steps)
 
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, the optimizer's direction, decoupled weight decay, the rate.
+    """Clipping by global norm, update direction, decoupled weight decay and learning rate.
 
-    AdamW (Loshchilov & Hutter 2019), SGD with Nesterov momentum, or Adafactor (Shazeer &
-    Stern 2018). Weight decay is of matrices only, in all three scaled by the rate: not of biases,
-    though those of heads have two axes. Parameters of layers are stacked, and each layer's are
-    treated as a matrix, or a vector, of its own.
+    The direction is that of AdamW (Loshchilov & Hutter 2019), SGD with Nesterov momentum, or
+    Adafactor (Shazeer & Stern 2018). Weight decay applies to matrices only and is scaled by the
+    learning rate in all three. Biases do not decay, although the biases of heads have two axes.
+    The parameters of the layers are stacked along an axis that does not count: each layer has its
+    own matrices and vectors.
     """
     choice = OPTIMIZERS[config.name]
     direction = choice.direction(config)
@@ -67,9 +68,9 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
 
 
 def _clip_by_rms(updates: Any, params: Any) -> Any:
-    """Update clipping (Shazeer & Stern 2018, section 6): no matrix has an RMS above 1.
+    """Update clipping (Shazeer & Stern 2018, section 6): scales each matrix to an RMS of at most 1.
 
-    `optax.clip_by_block_rms` would take a stack for one matrix.
+    `optax.clip_by_block_rms` would treat the stacked matrices of all layers as one.
     """
 
     def clip(path: Any, x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A trace of a few steps, for TensorBoard's profiler or Perfetto."""
+"""A profiler trace of a few steps, for TensorBoard's profiler or Perfetto."""
 
 import pathlib
 import re
@@ -10,31 +10,33 @@ from alibi_jax.distributed.processes import say
 
 
 def parse_steps(text: str) -> tuple[int, int] | None:
-    """(FIRST, LAST) of "FIRST:LAST", None of nothing. Raises ConfigError."""
+    """Parses "FIRST:LAST" to (FIRST, LAST) and "" to None. Raises ConfigError otherwise."""
     if not text:
         return None
-    given = re.fullmatch(r"([0-9]+):([0-9]+)", text)
-    first, last = map(int, given.groups()) if given else (0, 0)
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
         raise ConfigError(
-            f"--profile={text}: give the first and the last step to trace, counted from 1, as 10:15"
+            f"--profile={text}: give the first and the last step to trace, counted from 1, such as "
+            "10:15"
         )
     return first, last
 
 
 class Profiler:
-    """Traces steps, the first and the last given, into `<workdir>/profile`; a context manager.
+    """Traces the steps from the first to the last of `steps`; a context manager.
 
-    Of a run that goes on from step `start`, those that are still to come. Process 0 alone traces.
-    Raises ConfigError for steps after `end`, the last.
+    Only process 0 traces, into `<workdir>/profile`. A run that resumes after step `start` traces
+    only the steps after `start`. Raises ConfigError for steps after `end`, the last step of the
+    run.
     """
 
     def __init__(self, steps: tuple[int, int] | None, workdir: pathlib.Path, start: int, end: int):
         first, self.last = steps or (0, 0)
         if self.last > end:
-            raise ConfigError(f"--profile={first}:{self.last}: the run ends with step {end}")
+            raise ConfigError(f"--profile={first}:{self.last}: the run ends at step {end}")
         if steps and self.last <= start:
-            say(f"--profile={first}:{self.last}: these steps are done, and not traced")
+            say(f"--profile={first}:{self.last}: nothing to trace, these steps are already done")
             self.last = 0
         self.first = max(first, start + 1)
         self._folder = workdir / "profile"
@@ -47,13 +49,13 @@ class Profiler:
         if self._tracing:
             jax.profiler.stop_trace()
 
-    def waits(self, step: int) -> bool:
-        """Whether the step must be done before the next one begins."""
+    def must_wait_for(self, step: int) -> bool:
+        """Whether `step` must be finished before the next step begins."""
         return bool(self.last) and step in (self.first - 1, self.last)
 
-    def done(self, step: int) -> None:
-        """Begins or ends the trace after a step that was waited for, or before the first."""
-        if not self.waits(step) or jax.process_index() != 0:
+    def after_step(self, step: int) -> None:
+        """Starts or stops the trace where that is due after `step`, which must be finished."""
+        if not self.must_wait_for(step) or jax.process_index() != 0:
             return
         if step == self.last:
             jax.profiler.stop_trace()

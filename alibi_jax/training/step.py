@@ -1,4 +1,4 @@
-"""One training step: jitted, sharded, its state donated, its gradients summed."""
+"""One training step: jitted and sharded, with a donated state and gradient accumulation."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,14 +21,14 @@ Batch = dict[str, Array]
 
 
 class TrainState(NamedTuple):
-    """What a step takes and gives; the step's number is the loop's."""
+    """The state that a step takes and returns. The loop keeps the step number."""
 
     params: Any
     optimizer: Any
 
 
 class StepMetrics(NamedTuple):
-    """Of one step: sums over its targets, not means."""
+    """Metrics of one step. `nll` is a sum over targets, `targets` the sum of their weights."""
 
     nll: Float[Array, ""]
     targets: Float[Array, ""]
@@ -41,32 +41,33 @@ def summed_gradients(
     batch: Batch,
     accumulation: int,
 ) -> tuple[Array, Array, Any]:
-    """(sum of losses, sum of weights, gradient of the sum of losses) over micro-batches.
+    """Returns (sum of losses, sum of weights, gradient of the sum of losses) over micro-batches.
 
-    `loss(params, micro_batch, index)` gives a sum and a count. Nothing is divided here, so
-    that unequal counts weigh as they would in one batch.
+    `loss(params, micro_batch, index)` returns a sum of losses and a sum of weights. Nothing is
+    divided here, so that micro-batches with unequal weights count as they would in one batch.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
     if accumulation == 1:
         (total, count), grads = gradient(params, batch, jnp.int32(0))
         return total, count, grads
 
-    def split(x: Array) -> Array:
-        # Neighbouring rows go to different micro-batches: each device keeps its own rows.
+    def to_micro_batches(x: Array) -> Array:
+        # Neighbouring rows go to different micro-batches, so that each device keeps its own rows.
         return x.reshape(x.shape[0] // accumulation, accumulation, *x.shape[1:]).swapaxes(0, 1)
 
-    def add(sums: Any, micro: tuple[Batch, Array]) -> tuple[Any, None]:
-        (total, count), grads = gradient(params, *micro)
+    def accumulate(sums: Any, micro_batch: tuple[Batch, Array]) -> tuple[Any, None]:
+        (total, count), grads = gradient(params, *micro_batch)
         return jax.tree.map(jnp.add, sums, (total, count, grads)), None
 
     zeros = (jnp.float32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-    micro_batches = (jax.tree.map(split, batch), jnp.arange(accumulation, dtype=jnp.int32))
-    (total, count, grads), _ = jax.lax.scan(add, zeros, micro_batches)
+    indices = jnp.arange(accumulation, dtype=jnp.int32)
+    micro_batches = (jax.tree.map(to_micro_batches, batch), indices)
+    (total, count, grads), _ = jax.lax.scan(accumulate, zeros, micro_batches)
     return total, count, grads
 
 
 def check_fits(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raises ConfigError where a size of the model or of training does not split evenly."""
+    """Raises ConfigError unless all sizes of the model and of training divide by the mesh."""
     check_model_fits(config.model, mesh)
     train = config.train
     rows = train.batch_size // train.accumulation
@@ -76,7 +77,7 @@ def check_fits(config: Config, mesh: jax.sharding.Mesh) -> None:
 
 @dataclasses.dataclass
 class Trainer:
-    """A configuration's jitted functions, on a mesh."""
+    """The jitted functions that train a configuration on a mesh."""
 
     config: Config
     vocab_size: int
@@ -89,15 +90,16 @@ class Trainer:
         self.tx = make_optimizer(config.optimizer, config.train.steps)
         replicated = sharding.named_sharding(self.mesh)
 
-        def place(moment: Any, param: Any) -> jax.ShapeDtypeStruct:
+        def sharded_moment(moment: Any, param: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
-                moment.shape, moment.dtype, sharding=sharding.sharding_like(param, moment.shape)
+                moment.shape, moment.dtype, sharding=sharding.moment_sharding(param, moment.shape)
             )
 
-        # Left to itself, the compiler replicates moments, and the second step compiles anew.
+        # Without explicit shardings the compiler replicates moments and compiles the second step
+        # again.
         abstract_optimizer = optax.tree.map_params(
             self.tx,
-            place,
+            sharded_moment,
             jax.eval_shape(self.tx.init, abstract_params),
             abstract_params,
             transform_non_params=lambda leaf: jax.ShapeDtypeStruct(
@@ -113,21 +115,21 @@ class Trainer:
         self.batch_sharding = sharding.named_sharding(self.mesh, "batch", None)
 
     def initial_state(self) -> TrainState:
-        """Fresh parameters and moments, made where they live."""
+        """Initial parameters and moments, created on the devices that hold them."""
         with jax.set_mesh(self.mesh):
             return self._init(jax.random.key(self.config.train.seed))
 
     def device_batch(self, local: dict[str, np.ndarray]) -> Batch:
-        """The global batch from this process's rows."""
+        """The global batch, from the rows of this process."""
         return {
-            name: sharding.global_array(self.batch_sharding, x, self.config.train.batch_size)
+            name: sharding.make_global_array(self.batch_sharding, x, self.config.train.batch_size)
             for name, x in local.items()
         }
 
     def loss(
         self, params: Any, batch: Batch, training_key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """(sum of the losses, sum of their weights) of a batch in training."""
+        """Returns (sum of losses, sum of their weights) of a batch, with dropout."""
         model = nnx.merge(self.graphdef, params)
         hidden = model.hidden_states(batch["inputs"], training_key=training_key)
         nll = model.token_nll(hidden, batch["targets"], training_key=training_key)
@@ -140,7 +142,7 @@ class Trainer:
     def _train_step(
         self, state: TrainState, batch: Batch, step: Int[Array, ""]
     ) -> tuple[TrainState, StepMetrics]:
-        # A stream of its own, so that nothing is drawn from the key of the parameters.
+        # A stream of its own, so that no draw of a step uses the key of the parameters.
         key = jax.random.fold_in(jax.random.key(self.config.train.seed), 1)
         key = jax.random.fold_in(key, step)
 

@@ -1,4 +1,4 @@
-"""How fast a run goes, and on what its time and memory went."""
+"""Speed of training, compile time and peak memory."""
 
 import contextlib
 import statistics
@@ -12,8 +12,8 @@ from alibi_jax.config import Config
 from alibi_jax.distributed import memory
 from alibi_jax.flops import peak_flops, step_flops
 
-# What differs from one run to another that is otherwise the same.
-MEASURED = (
+# The logged metrics that differ between two runs of the same configuration.
+THROUGHPUT_METRICS = (
     "tokens_per_second",
     "step_seconds",
     "slowest_step_seconds",
@@ -24,20 +24,20 @@ MEASURED = (
 
 
 class ThroughputMeter:
-    """Times the steps of a run between two logged ones; a context manager.
+    """Times training steps and averages over an interval between two logs; a context manager.
 
-    A step's time runs from when the one before it was done to when it is, so steps that wait for
-    data, or for anything else, are as long as they are felt.
+    The time of a step runs from the end of the previous step to its own end, so it includes
+    waiting for data and for anything else.
     """
 
     def __init__(self, config: Config, vocab_size: int, mesh: jax.sharding.Mesh):
         self._tokens = config.train.batch_size * config.train.length
         peak = peak_flops(mesh.devices.flat[0].device_kind)
         flops = step_flops(config, vocab_size).model
-        # Seconds that a step would take at the peak; None where that is not known.
-        self._least = None if peak is None else flops / peak / mesh.size
-        self._compiling = 0.0
-        self.restart()
+        # Seconds of a step at the peak FLOP/s of the devices; None if the peak is not known.
+        self._seconds_at_peak = None if peak is None else flops / peak / mesh.size
+        self._compile_seconds = 0.0
+        self.begin_interval()
 
     def __enter__(self) -> "ThroughputMeter":
         jax.monitoring.register_event_duration_secs_listener(self._listen)
@@ -46,50 +46,55 @@ class ThroughputMeter:
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def restart(self) -> None:
-        """Forgets the steps so far: what comes next is not theirs."""
-        self._steps: list[float] = []
-        self._begun = self._last = time.perf_counter()
+    def begin_interval(self) -> None:
+        """Starts a new interval, without the steps so far."""
+        self._step_seconds: list[float] = []
+        self._interval_start = self._step_start = time.perf_counter()
 
-    def step(self) -> None:
-        """A step is done."""
+    def begin_step(self) -> None:
+        """Starts the next step now, after other work such as a save.
+
+        That work belongs to the interval and not to a step.
+        """
+        self._step_start = time.perf_counter()
+
+    def end_step(self) -> None:
+        """Ends a step; the next one starts at the same time."""
         now = time.perf_counter()
-        self._steps.append(now - self._last)
-        self._last = now
-
-    def pause(self) -> None:
-        """What was done since the last step, as a save, is not the next one's, but takes time."""
-        self._last = time.perf_counter()
+        self._step_seconds.append(now - self._step_start)
+        self._step_start = now
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is done within takes no time."""
-        begun = time.perf_counter()
+    def untimed(self) -> Iterator[None]:
+        """Work in this context counts neither for the step nor for the interval."""
+        start = time.perf_counter()
         yield
-        took = time.perf_counter() - begun
-        self._begun += took
-        self._last += took
+        seconds = time.perf_counter() - start
+        self._interval_start += seconds
+        self._step_start += seconds
 
-    def measured(self) -> dict[str, float]:
-        """Of the steps since the last call, or since the start.
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the interval so far, named in THROUGHPUT_METRICS.
 
-        `tokens_per_second` and `mfu` (model FLOPs by the devices' peak in bfloat16, where it is
-        known) are of all the time since; `step_seconds` is the median; `compile_seconds` went to
-        the compiler; `peak_memory_bytes` is the most so far, of one device.
+        `tokens_per_second` and `mfu` (model FLOPs divided by what the devices compute at their
+        peak in bfloat16, absent if that is not known) are over the whole interval. `step_seconds`
+        is the median. `compile_seconds` is the compile time since the last call.
+        `peak_memory_bytes` is the peak of one device since the start of the process.
         """
-        elapsed = time.perf_counter() - self._begun
+        elapsed = time.perf_counter() - self._interval_start
+        steps = self._step_seconds
         values = {
-            "tokens_per_second": self._tokens * len(self._steps) / elapsed,
-            "step_seconds": statistics.median(self._steps),
-            "slowest_step_seconds": max(self._steps),
-            "compile_seconds": self._compiling,
-            "peak_memory_bytes": memory.peak(),
+            "tokens_per_second": self._tokens * len(steps) / elapsed,
+            "step_seconds": statistics.median(steps),
+            "slowest_step_seconds": max(steps),
+            "compile_seconds": self._compile_seconds,
+            "peak_memory_bytes": memory.peak_bytes(),
         }
-        if self._least is not None:
-            values["mfu"] = self._least * len(self._steps) / elapsed
-        self._compiling = 0.0
+        if self._seconds_at_peak is not None:
+            values["mfu"] = self._seconds_at_peak * len(steps) / elapsed
+        self._compile_seconds = 0.0
         return values
 
     def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            self._compiling += duration_secs
+            self._compile_seconds += duration_secs
