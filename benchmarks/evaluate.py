@@ -1,10 +1,11 @@
-"""Tokens a second of scoring a long stream on a CPU, with reach and without.
+"""Measures tokens per second when scoring a long stream on a CPU, with reach and without.
 
     python benchmarks/evaluate.py [--config=FILE] [--lengths=128,4096]
 
-Random tokens, fresh parameters: the norms of their queries and keys are what reach depends on. The
-two take turns in each of `--rounds` rounds; medians, least and greatest, of the ratio of speeds and
-of tokens a second. Up to 256 tokens attention is dense, and knows no reach.
+Tokens are random and parameters are fresh: reach depends on the norms of their queries and keys.
+The two variants alternate in each of `--rounds` rounds. The table gives the median, the minimum and
+the maximum of the ratio of speeds and of tokens per second. Up to 256 tokens attention is dense and
+does not use reach.
 """
 
 import contextlib
@@ -25,16 +26,18 @@ from alibi_jax.training.step import Trainer
 
 _CONFIG = cli.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
 _LENGTHS = flags.DEFINE_list(
-    "lengths", ["128", "256", "512", "1024", "2048", "4096"], "Of the windows, in tokens."
+    "lengths", ["128", "256", "512", "1024", "2048", "4096"], "Lengths of the windows, in tokens."
 )
-_TOKENS = flags.DEFINE_integer("tokens", 32768, "Of the stream, or one window if that is longer.")
+_TOKENS = flags.DEFINE_integer(
+    "tokens", 32768, "Tokens of the stream; one window if that is longer."
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds whose median is printed.")
 
 _BATCH_TOKENS = 8192
 
 
 def main() -> int:
-    """Prints a line a length."""
+    """Prints one table row per length."""
     config = _CONFIG.value
     config.check()
     jax.config.update("jax_platforms", "cpu")
@@ -55,7 +58,7 @@ def main() -> int:
         runs = {}
         for name, options in (("with", {}), ("without", {"tolerance": 0.0})):
             scorer = Scorer(trainer.graphdef, trainer.mesh, _BATCH_TOKENS)
-            # Traced where it is first used.
+            # The first call traces the program, so the options have to hold during it.
             with _timing.attending(**options) if options else contextlib.nullcontext():
                 rate(scorer)
             runs[name] = functools.partial(rate, scorer)

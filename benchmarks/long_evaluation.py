@@ -1,10 +1,10 @@
-"""Time and memory of scoring a long window for each device, against as many targets in short ones.
+"""Measures time and memory of scoring the same number of targets in long and in short windows.
 
     python benchmarks/long_evaluation.py [--config=FILE] [--lengths=1024,65536]
 
-Random tokens, fresh parameters, windows that do not overlap, each length in a process of its own.
-Temporaries are what the compiled program asks for, of each device; the peak is what the whole
-process had at any time, its libraries and the compiler included.
+Tokens are random, parameters are fresh, windows do not overlap, and each length has its own
+process. Temporaries are the memory that the compiled program needs on each device. The peak is the
+largest memory of the whole process, including its libraries and the compiler.
 """
 
 import pathlib
@@ -24,14 +24,14 @@ from alibi_jax.evaluation.scoring import Scorer
 from alibi_jax.training.step import Trainer
 
 _CONFIG = cli.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
-_LENGTHS = flags.DEFINE_list("lengths", ["1024", "65536"], "Of the windows, in tokens.")
-_TARGETS = flags.DEFINE_integer("targets", 65536, "Targets a device; a multiple of the length.")
+_LENGTHS = flags.DEFINE_list("lengths", ["1024", "65536"], "Lengths of the windows, in tokens.")
+_TARGETS = flags.DEFINE_integer("targets", 65536, "Targets per device; a multiple of each length.")
 
 _BATCH_TOKENS = 8192
 
 
 def main() -> int:
-    """Prints a line a length."""
+    """Prints one table row per length."""
     lengths = [int(length) for length in _LENGTHS.value]
     if len(lengths) > 1:
         say("| length | targets | seconds | tokens/s | temporaries, MiB | peak, MiB |")

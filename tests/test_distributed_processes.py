@@ -20,7 +20,7 @@ from helpers import assert_same_arrays, mesh_of
 
 from alibi_jax.checkpoints import Checkpoints
 from alibi_jax.config import flatten
-from alibi_jax.evaluation import evaluate
+from alibi_jax.evaluation import EvaluationOptions, evaluate
 from alibi_jax.training.loop import train
 from alibi_jax.training.step import Trainer
 from alibi_jax.training.throughput import THROUGHPUT_METRICS
@@ -286,9 +286,9 @@ def check_one_that_is_killed(launch_two, config, undisturbed, tmp_path):
 
 
 def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
-    asked = {"lengths": "3x", "protocols": "nonoverlapping,sliding:8,fixed", "targets": 30}
-    asked |= {"passage": 8}
-    flags = [f"--workdir={workdir}", *(f"--{name}={value}" for name, value in asked.items())]
+    options = {"lengths": "3x", "protocols": "nonoverlapping,sliding:8,fixed", "targets": 30}
+    options |= {"passage": 8}
+    flags = [f"--workdir={workdir}", *(f"--{name}={value}" for name, value in options.items())]
 
     def rows(out):
         return json.loads((out / "results.json").read_text())["runs"][0]["rows"]
@@ -298,9 +298,9 @@ def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
     processes.append(launch("eval.py", *flags, f"--out={tmp_path / 'one_device'}", devices=1))
     for process in processes:
         finish(process)
-    evaluate([str(workdir)], **asked, out=tmp_path / "eight_devices")
+    evaluate([str(workdir)], EvaluationOptions(**options), tmp_path / "eight_devices")
     split = "data=1,fsdp=2,context=2,tensor=2"
-    evaluate([str(workdir)], **asked, mesh=split, out=tmp_path / "split")
+    evaluate([str(workdir)], EvaluationOptions(**options, mesh=split), tmp_path / "split")
     expected = rows(tmp_path / "one_device")
     assert len(expected) == 3
     for out in (tmp_path / name for name in ("two_processes", "eight_devices", "split")):

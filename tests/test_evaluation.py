@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alibi_jax.config import Data
-from alibi_jax.data.windows import fixed_context_windows
+from alibi_jax.data.windows import evaluation_windows, fixed_context_windows
 from alibi_jax.distributed import memory
 from alibi_jax.evaluation import (
     EvaluationOptions,
@@ -26,16 +26,16 @@ from alibi_jax.evaluation import (
     parse_protocols,
     read_text,
 )
-from alibi_jax.evaluation.command import _Texts
-from alibi_jax.evaluation.protocols import check_strides
+from alibi_jax.evaluation.command import TextCache
+from alibi_jax.evaluation.protocols import PROTOCOLS, ProtocolRecord, check_strides
 from alibi_jax.evaluation.rescaling import UNSCALED, Rescaling
-from alibi_jax.evaluation.row_metrics import early_token, position_curve
+from alibi_jax.evaluation.row_metrics import early_token_costs, position_curve
 from alibi_jax.evaluation.runs import find_workdirs
 from alibi_jax.evaluation.scoring import Scorer, Scores
-from alibi_jax.evaluation.unfinished import Unfinished
+from alibi_jax.evaluation.unfinished import UnfinishedLosses
 from alibi_jax.training.loop import train
 
-# What is held against each other here is compiled alike.
+# All results that are compared here come from programs compiled alike.
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LENGTH = 16
@@ -59,8 +59,8 @@ ROW = {
     "resampled",
     "seconds",
 }
-ASKED = EvaluationOptions(
-    parse_protocols("nonoverlapping,sliding:4,sliding:8,fixed"),
+OPTIONS = EvaluationOptions(
+    protocols="nonoverlapping,sliding:4,sliding:8,fixed",
     targets=40,
     passage=30,
     batch_tokens=512,
@@ -69,7 +69,7 @@ ASKED = EvaluationOptions(
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text of one document; with its last twentieths validation and test split."""
+    """A text of one document; its last two twentieths are the validation and the test split."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(f"line {i} says that {i * i % 97} is next\n" for i in range(400)))
     return path
@@ -91,15 +91,15 @@ def run(workdir):
 
 @pytest.fixture(scope="module")
 def evaluated(run, tmp_path_factory):
-    """`evaluated([16], targets=8)`: an entry of results.json; of `run`, or another."""
+    """`evaluated([16], targets=8)` gives an entry of results.json, by default for `run`."""
 
     def make(lengths, *, run=run, rescaling=UNSCALED, attention=(), judge=None, **changes):
-        asked = dataclasses.replace(ASKED, **changes)
-        text = read_text(run.config.data, asked.split, run.tokenizer, asked.documents)
-        sample = text.sample(lengths, asked.targets, asked.seed)
-        unfinished = Unfinished(tmp_path_factory.mktemp("unfinished"))
-        subject = RunEvaluation(run, rescaling, asked, text, sample, unfinished)
-        return evaluate_run(subject, lengths, list(attention), judge)
+        options = dataclasses.replace(OPTIONS, **changes)
+        text = read_text(run.config.data, options.split, run.tokenizer, options.documents)
+        sample = text.sample(lengths, options.targets, options.seed)
+        unfinished = UnfinishedLosses(tmp_path_factory.mktemp("unfinished"))
+        evaluation = RunEvaluation(run, rescaling, options, text, sample, unfinished)
+        return evaluate_run(evaluation, lengths, list(attention), judge)
 
     return make
 
@@ -118,7 +118,7 @@ def rows_of(entry, protocol):
     return [row for row in entry["rows"] if row["protocol"] == protocol]
 
 
-def test_the_form_of_an_entry(entry, workdir):
+def test_the_keys_and_rows_of_an_entry(entry, workdir):
     assert entry["workdir"] == str(workdir)
     assert (entry["position"], entry["train_length"], entry["step"]) == ("alibi", LENGTH, 5)
     assert [(row["protocol"], row["length"], row["stride"]) for row in entry["rows"]] == [
@@ -133,7 +133,7 @@ def test_the_form_of_an_entry(entry, workdir):
     ]
     assert all(row.keys() >= ROW for row in entry["rows"])
     assert json.loads(json.dumps(entry, allow_nan=False)) == entry
-    assert [look["length"] for look in entry["attention"]] == [16, 32]
+    assert [report["length"] for report in entry["attention"]] == [16, 32]
 
 
 def test_f1_f3_rows_count_every_target_and_its_context(entry, tokens):
@@ -148,7 +148,7 @@ def test_f1_f3_rows_count_every_target_and_its_context(entry, tokens):
             contexts = [length] * 40
             assert row["word_perplexity"] is None
         else:
-            # Windows start every `stride` tokens; a target is in the first to reach it.
+            # Windows start every `stride` tokens; the first one that contains a target scores it.
             starts = [max(0, -(-(t - length) // stride)) * stride for t in range(1, count + 1)]
             contexts = [t - start for t, start in zip(range(1, count + 1), starts)]
             assert row["min_context"] == length - stride + 1
@@ -201,10 +201,10 @@ def test_the_cost_of_short_contexts_is_in_the_entry(entry):
     }
 
 
-def test_the_split_is_of_one_set_of_targets(entry, run, tokens):
-    """N is of the sampled targets alone, each in the window of L that it falls into."""
-    split = entry["decomposition"]
-    assert (split["base"], split["targets"]) == (LENGTH, 40)
+def test_the_decomposition_uses_one_set_of_targets(entry, run, tokens):
+    """N uses the sampled targets alone, each in the window of L tokens that contains it."""
+    decomposition = entry["decomposition"]
+    assert (decomposition["base"], decomposition["targets"]) == (LENGTH, 40)
     text = read_text(run.config.data, "validation", run.tokenizer, False)
     sample = text.sample([16, 32], 40, 0).targets
     assert (sample > 32).all()
@@ -214,14 +214,14 @@ def test_the_split_is_of_one_set_of_targets(entry, run, tokens):
         windows = fixed_context_windows(targets, context)
         return scorer(run.params, text.tokens, windows, "test").nll
 
-    for part, row in zip(split["lengths"], rows_of(entry, "fixed")):
+    for part, row in zip(decomposition["lengths"], rows_of(entry, "fixed")):
         length = part["length"]
         assert part["fixed"]["nats"] == pytest.approx(row["nll"], rel=1e-12)
         alone = [losses(np.array([t]), int((t - 1) % length + 1))[0] for t in sample]
         assert part["nonoverlapping"]["nats"] == pytest.approx(np.mean(alone), rel=1e-5)
 
 
-def test_what_gained_is_told_of_the_longest_against_the_training_length(entry):
+def test_the_gain_compares_the_longest_length_with_the_training_length(entry):
     gain = entry["gain"]
     assert (gain["short"], gain["long"], gain["targets"]) == (16, 32, 40)
     context = entry["decomposition"]["lengths"][1]["context"]
@@ -233,36 +233,35 @@ def test_what_gained_is_told_of_the_longest_against_the_training_length(entry):
     assert all(gain > 0 for gain in gains)
 
 
-def test_without_fixed_context_there_is_no_split(evaluated):
-    made = evaluated([LENGTH], protocols=parse_protocols("nonoverlapping"))
+def test_without_fixed_context_there_is_no_decomposition(evaluated):
+    made = evaluated([LENGTH], protocols="nonoverlapping")
     assert made["decomposition"] is made["gain"] is None
     assert len(made["rows"]) == 1
 
 
-def test_a_length_past_the_split_says_so_and_the_others_go_on(evaluated):
-    protocols = parse_protocols("nonoverlapping,fixed")
-    entry = evaluated([100_000, LENGTH], protocols=protocols)
+def test_a_length_past_the_split_has_an_error_and_the_others_have_numbers(evaluated):
+    entry = evaluated([100_000, LENGTH], protocols="nonoverlapping,fixed")
     long, short = rows_of(entry, "nonoverlapping")
     assert "nll" not in long
     assert "fewer than one window" in long["error"]
     assert "error" not in short
     assert list(entry["position_nll"]) == [str(LENGTH)]
-    # The sample is of targets that can be given the lengths that there are.
+    # The sample uses only lengths that enough targets can have as context.
     assert [row.get("targets") for row in rows_of(entry, "fixed")] == [None, 40]
     assert entry["decomposition"]["base"] == LENGTH
 
 
-def test_a_length_that_does_not_fit_says_so_and_the_others_go_on(evaluated, monkeypatch):
-    # One window a device needs some 7 KB at 16 tokens, 60 KB at 128.
+def test_a_length_past_the_memory_has_an_error_and_the_others_have_numbers(evaluated, monkeypatch):
+    # One window per device needs about 7 KB at 16 tokens and 60 KB at 128 tokens.
     monkeypatch.setattr(memory, "available_bytes", lambda: 30_000)
-    protocols = parse_protocols("nonoverlapping")
-    long, short = evaluated([8 * LENGTH, LENGTH], protocols=protocols, batch_tokens=1)["rows"]
+    entry = evaluated([8 * LENGTH, LENGTH], protocols="nonoverlapping", batch_tokens=1)
+    long, short = entry["rows"]
     assert "GiB of memory per device" in long["error"]
     assert "error" not in short
 
 
 @pytest.mark.parametrize("value", [math.nan, 1e30])
-def test_a_loss_that_is_no_number_gives_a_row_that_says_so(value, run, evaluated):
+def test_a_loss_without_a_finite_perplexity_gives_a_row_with_an_error(value, run, evaluated):
     params = dict(run.params)
     params["vocabulary"] = jax.tree.map(lambda x: x * value, params["vocabulary"])
     broken = dataclasses.replace(run, params=params)
@@ -273,17 +272,16 @@ def test_a_loss_that_is_no_number_gives_a_row_that_says_so(value, run, evaluated
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_other_splits(split, run, evaluated):
-    protocols = parse_protocols("nonoverlapping")
-    entry = evaluated([LENGTH], split=split, batch_tokens=8192, protocols=protocols)
+    entry = evaluated([LENGTH], split=split, batch_tokens=8192, protocols="nonoverlapping")
     text = read_text(run.config.data, split, run.tokenizer, False)
     assert entry["split"] == split
     assert entry["rows"][0]["targets"] == len(text.tokens) - 1
     assert entry["corpus"]["tokens"] == len(text.tokens)
 
 
-def test_f6_a_beginning_of_sequence_changes_what_is_seen_not_what_is_counted(entry, evaluated):
-    begun = evaluated([LENGTH, 2 * LENGTH], bos=True)
-    for one, other in zip(entry["rows"], begun["rows"]):
+def test_f6_a_beginning_of_sequence_changes_losses_but_not_counts(entry, evaluated):
+    with_bos = evaluated([LENGTH, 2 * LENGTH], bos=True)
+    for one, other in zip(entry["rows"], with_bos["rows"]):
         assert one["targets"] == other["targets"]
         assert one["mean_context"] == other["mean_context"]
         assert one["nll"] != other["nll"]
@@ -293,8 +291,7 @@ def test_e4_rescaled_lengths_do_not_depend_on_each_other(evaluated, entry):
     """huggingface/transformers#25104: after a long input, short ones stayed rescaled."""
 
     def losses(lengths, rescaling):
-        protocols = parse_protocols("nonoverlapping")
-        made = evaluated(lengths, rescaling=rescaling, protocols=protocols)
+        made = evaluated(lengths, rescaling=rescaling, protocols="nonoverlapping")
         assert [row["length"] for row in made["rows"]] == lengths
         return {row["length"]: row["nll"] for row in made["rows"]}, made
 
@@ -304,26 +301,42 @@ def test_e4_rescaled_lengths_do_not_depend_on_each_other(evaluated, entry):
     plain = {row["length"]: row["nll"] for row in entry["rows"][:2]}
     assert growing[LENGTH] == plain[LENGTH]
     assert growing[2 * LENGTH] != plain[2 * LENGTH]
-    # A fixed factor, also where the length needs none.
+    # A given factor applies also at the training length.
     fixed, _ = losses([LENGTH, 2 * LENGTH], Rescaling("linear", 2.0))
     assert fixed[2 * LENGTH] == growing[2 * LENGTH]
     assert fixed[LENGTH] != plain[LENGTH]
 
 
-GIVEN = {"lengths": "1x,2x", "protocols": "nonoverlapping,fixed", "targets": 20, "passage": 8}
+FEW_TARGETS = EvaluationOptions(lengths="1x,2x", targets=20, passage=8)
+SMALL_BATCHES = dataclasses.replace(FEW_TARGETS, batch_tokens=128)
 
 
 def test_results_are_written_and_load(workdir, tmp_path, capsys):
-    code = evaluate(
-        [str(workdir)], **(GIVEN | {"lengths": "1x,100000x"}), batch_tokens=512, out=tmp_path
-    )
-    assert code == 1
+    options = dataclasses.replace(FEW_TARGETS, lengths="1x,100000x", batch_tokens=512)
+    assert evaluate([str(workdir)], options, tmp_path) == 1
     results = json.loads((tmp_path / "results.json").read_text())
     good, bad = rows_of(results["runs"][0], "nonoverlapping")
     assert good.keys() >= ROW
     assert "error" in bad
     assert results["version"] == 2
     assert {"command", "commit", "versions", "devices"} <= results.keys()
+    assert list(results["asked"].items()) == [
+        ("lengths", "1x,100000x"),
+        ("protocols", "nonoverlapping,fixed"),
+        ("rescalings", "none"),
+        ("attention", None),
+        ("judge", None),
+        ("split", "validation"),
+        ("step", None),
+        ("documents", False),
+        ("bos", False),
+        ("targets", 20),
+        ("passage", 8),
+        ("seed", 0),
+        ("batch_tokens", 512),
+        ("mesh", ""),
+        ("confidence", 0.95),
+    ]
     printed = capsys.readouterr().out
     assert f"{good['perplexity']:.3f}" in printed
     assert bad["error"] in printed
@@ -351,9 +364,8 @@ class Killed(BaseException):
     pass
 
 
-def test_an_evaluation_that_was_broken_off_goes_on_where_it_was(workdir, tmp_path, monkeypatch):
-    given = {**GIVEN, "batch_tokens": 128}
-    assert evaluate([str(workdir)], **given, out=tmp_path / "whole") == 0
+def test_an_interrupted_evaluation_continues_where_it_stopped(workdir, tmp_path, monkeypatch):
+    assert evaluate([str(workdir)], SMALL_BATCHES, tmp_path / "whole") == 0
     scored, limit = [], [9]
     compile_once = Scorer.program
 
@@ -370,15 +382,15 @@ def test_an_evaluation_that_was_broken_off_goes_on_where_it_was(workdir, tmp_pat
 
     monkeypatch.setattr(Scorer, "program", counting)
     with pytest.raises(Killed):
-        evaluate([str(workdir)], **given, out=tmp_path / "out")
+        evaluate([str(workdir)], SMALL_BATCHES, tmp_path / "out")
     assert not (tmp_path / "out" / "results.json").exists()
     first, limit[0] = scored.copy(), math.inf
     scored.clear()
-    assert evaluate([str(workdir)], **given, out=tmp_path / "out") == 0
-    # What was under way when it was killed was done again.
+    assert evaluate([str(workdir)], SMALL_BATCHES, tmp_path / "out") == 0
+    # The batches in flight at the kill are scored again.
     again = len(first) + len(scored)
     scored.clear()
-    assert evaluate([str(workdir)], **given, out=tmp_path / "anew") == 0
+    assert evaluate([str(workdir)], SMALL_BATCHES, tmp_path / "anew") == 0
     assert len(scored) < again <= len(scored) + 2
     whole, resumed = (
         json.loads((tmp_path / name / "results.json").read_text())["runs"][0]
@@ -386,17 +398,17 @@ def test_an_evaluation_that_was_broken_off_goes_on_where_it_was(workdir, tmp_pat
     )
     for one, other in zip(whole["rows"], resumed["rows"]):
         assert one["nll"] == other["nll"]
-    # Of a row that was taken up again there is no time.
+    # A continued row has no time.
     assert {row["seconds"] is None for row in whole["rows"]} == {False}
     assert {row["seconds"] is None for row in resumed["rows"]} == {False, True}
     assert whole["decomposition"] == resumed["decomposition"]
     assert not (tmp_path / "out" / "unfinished").exists()
 
 
-def test_a_length_too_long_for_the_sample_leaves_it_to_the_others(evaluated, tokens):
-    """Where few targets could be given it, they would stand for all at every length."""
+def test_a_length_that_few_targets_support_does_not_shape_the_sample(evaluated, tokens):
+    """Otherwise those few targets would be the sample at every length."""
     long = len(tokens) * 2 // 3
-    entry = evaluated([LENGTH, long], protocols=parse_protocols("nonoverlapping,fixed"))
+    entry = evaluated([LENGTH, long], protocols="nonoverlapping,fixed")
     whole, fixed = rows_of(entry, "nonoverlapping")[1], rows_of(entry, "fixed")
     assert "error" not in whole
     assert fixed[0]["targets"] == 40
@@ -405,7 +417,7 @@ def test_a_length_too_long_for_the_sample_leaves_it_to_the_others(evaluated, tok
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_it_keeps_what_is_done_and_says_so(
+def test_a_stop_signal_saves_the_losses_and_prints_how_to_continue(
     number, workdir, tmp_path, capsys, monkeypatch
 ):
     program, calls = Scorer.program, []
@@ -424,35 +436,35 @@ def test_asked_to_stop_it_keeps_what_is_done_and_says_so(
 
     monkeypatch.setattr(Scorer, "program", counting)
     with pytest.raises(KeyboardInterrupt):
-        evaluate([str(workdir)], **GIVEN, batch_tokens=128, out=tmp_path / "out")
-    assert "the same command goes on with" in capsys.readouterr().out
+        evaluate([str(workdir)], SMALL_BATCHES, tmp_path / "out")
+    assert "the same command continues from the losses in" in capsys.readouterr().out
     assert len(calls) < 8
     assert list((tmp_path / "out" / "unfinished").glob("*.npy"))
     assert signal.getsignal(number) is before
 
 
-def test_runs_of_other_splits_are_not_scored_on_each_others_text(run, evaluated):
-    """They may name their splits as they like."""
+def test_runs_with_different_splits_have_different_texts(run, evaluated):
+    """The configuration of a run names the splits of its data set."""
     data = dataclasses.replace(run.config.data, validation_split="test")
     other = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
-    texts = _Texts(ASKED, [LENGTH])
+    texts = TextCache(OPTIONS, [LENGTH])
     assert texts.of(run)[0] is texts.of(run)[0]
     assert texts.of(other)[0] is not texts.of(run)[0]
     test = read_text(run.config.data, "test", run.tokenizer, False)
     np.testing.assert_array_equal(texts.of(other)[0].tokens, test.tokens)
 
 
-def test_where_results_cannot_be_written_is_known_before_any_work(workdir, tmp_path):
+def test_an_output_folder_that_is_not_writable_is_refused_before_any_work(workdir, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "folder"):
         with pytest.raises(
             ValueError, match=r"--out=.*file.* can't be written to .*another folder"
         ):
-            evaluate([str(workdir)], **GIVEN, out=out)
+            evaluate([str(workdir)], FEW_TARGETS, out)
 
 
-def test_what_another_evaluation_left_unfinished_stays(tmp_path):
-    one, other = Unfinished(tmp_path), Unfinished(tmp_path)
+def test_the_losses_of_another_evaluation_stay(tmp_path):
+    one, other = UnfinishedLosses(tmp_path), UnfinishedLosses(tmp_path)
     losses = np.ones(2, np.float32)
     one.save({"length": 16}, losses)
     other.save({"length": 32}, losses)
@@ -461,8 +473,8 @@ def test_what_another_evaluation_left_unfinished_stays(tmp_path):
     np.testing.assert_array_equal(other.load({"length": 32}, 2), losses)
 
 
-def test_losses_of_another_question_are_not_taken_up(tmp_path):
-    unfinished = Unfinished(tmp_path / "kept")
+def test_losses_under_another_identity_are_not_used(tmp_path):
+    unfinished = UnfinishedLosses(tmp_path / "kept")
     losses = np.array([1.0, np.nan], np.float32)
     unfinished.save({"length": 16}, losses)
     np.testing.assert_array_equal(unfinished.load({"length": 16}, 2), losses)
@@ -476,10 +488,11 @@ def test_losses_of_another_question_are_not_taken_up(tmp_path):
     assert np.isnan(unfinished.load({"length": 16}, 2)).all()
 
 
-def test_another_run_may_judge_which_targets_count(workdir, tmp_path):
+def test_another_run_can_be_the_judge(workdir, tmp_path):
     judge = tmp_path / "judge"
     judge.symlink_to(workdir)
-    evaluate([str(workdir)], **GIVEN, judge=str(judge), out=tmp_path / "out")
+    options = dataclasses.replace(FEW_TARGETS, judge=str(judge))
+    evaluate([str(workdir)], options, tmp_path / "out")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["runs"][0]["gain"]["long_ppl"]["judge"] == str(judge)
 
@@ -487,8 +500,6 @@ def test_another_run_may_judge_which_targets_count(workdir, tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"workdirs": []},
-        {"workdirs": ["nowhere/*"]},
         {"batch_tokens": 0},
         {"targets": 0},
         {"passage": -1},
@@ -500,14 +511,31 @@ def test_another_run_may_judge_which_targets_count(workdir, tmp_path):
         {"rescalings": "linar"},
         {"rescalings": "none,yarn"},
         {"judge": "nowhere"},
+        {"split": "dev"},
+        {"mesh": "rows=2"},
     ],
 )
-def test_nothing_is_written_where_something_cannot_be_meant(wrong, workdir, tmp_path):
-    given = {"workdirs": [str(workdir)], **GIVEN}
+def test_an_invalid_option_is_refused_and_nothing_is_written(wrong, workdir, tmp_path):
     out = tmp_path / "out"
+    options = dataclasses.replace(FEW_TARGETS, **wrong)
     with pytest.raises(ValueError, match="nowhere|" + next(iter(wrong)).removesuffix("s")):
-        evaluate(**(given | wrong), out=out)
+        evaluate([str(workdir)], options, out)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("workdirs", [[], ["nowhere/*"]])
+def test_without_a_run_nothing_is_written(workdirs, tmp_path):
+    with pytest.raises(ValueError, match="--workdir"):
+        evaluate(workdirs, FEW_TARGETS, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_attention_is_measured_up_to_twice_the_training_length_by_default():
+    options = EvaluationOptions(lengths="4x,2x,64")
+    assert options.evaluation_lengths(128) == [512, 256, 64]
+    assert options.attention_lengths(128) == [256, 64]
+    assert dataclasses.replace(options, attention="8x").attention_lengths(128) == [1024]
+    assert dataclasses.replace(options, attention="").attention_lengths(128) == []
 
 
 @pytest.mark.parametrize(
@@ -544,7 +572,7 @@ def test_lengths(text, lengths):
         "1X",
     ],
 )
-def test_lengths_that_are_none(part):
+def test_invalid_lengths_are_refused(part):
     for text in (part, f"1x,{part}"):
         with pytest.raises(ValueError, match=r"--lengths=.*at least 1 token") as caught:
             parse_lengths(text, 128)
@@ -553,7 +581,7 @@ def test_lengths_that_are_none(part):
 
 
 @given(text=st.text(max_size=12))
-def test_any_text_is_lengths_or_one_error(text):
+def test_any_text_gives_lengths_or_one_error(text):
     try:
         lengths = parse_lengths(text, 128)
     except ValueError as error:
@@ -591,14 +619,33 @@ def test_protocols():
         "fixed:4",
     ],
 )
-def test_protocols_that_are_none(part):
+def test_invalid_protocols_are_refused(part):
     for text in (part, f"nonoverlapping,{part}"):
         with pytest.raises(ValueError, match=r"--protocols=.*sliding:STRIDE") as caught:
             parse_protocols(text)
         assert repr(part) in str(caught.value)
 
 
-def test_f4_a_stride_over_a_length_is_refused_before_any_work():
+def test_a_new_protocol_needs_one_record_alone(evaluated, monkeypatch):
+    """Windows of half the length: the rows differ from every other protocol's."""
+
+    def halves(text, sample, length, stride, bos):
+        return evaluation_windows(text.bounds, length // 2, length // 2, bos)
+
+    monkeypatch.setitem(PROTOCOLS, "halves", ProtocolRecord("halves", "windows of L / 2", halves))
+    entry = evaluated([2 * LENGTH, LENGTH], protocols="halves,nonoverlapping")
+    whole = {row["length"]: row for row in rows_of(entry, "nonoverlapping")}
+    long, short = rows_of(entry, "halves")
+    assert long["nll"] == whole[LENGTH]["nll"]
+    assert (long["largest_context"], short["largest_context"]) == (LENGTH, LENGTH // 2)
+    assert list(entry["position_nll"]) == [str(2 * LENGTH), str(LENGTH)]
+    assert entry["position_nll"][str(LENGTH)][-1]["context_to"] == LENGTH
+    assert entry["early_token"] == {}
+    with pytest.raises(KeyError, match="thirds"):
+        Protocol("thirds").stride_at(LENGTH)
+
+
+def test_f4_a_stride_larger_than_a_length_is_refused_before_any_work():
     protocols = parse_protocols("nonoverlapping,sliding:64")
     check_strides(protocols, [64, 128])
     with pytest.raises(ValueError, match=r"sliding:64 with length 32: .*at most 32"):
@@ -606,7 +653,7 @@ def test_f4_a_stride_over_a_length_is_refused_before_any_work():
 
 
 def test_the_position_curve_has_bins_that_double_and_weighs_by_targets():
-    # Of 2, 1, 1, ... targets that see 1, 2, 3, ... tokens, none that sees 4.
+    # 2, 1, 1, ... targets see 1, 2, 3, ... tokens; no target sees 4.
     contexts = np.array([1, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11])
     nll = np.array([1, 3, 5, 7, 1, 2, 3, 4, 1, 2, 6], np.float32)
     curve = position_curve(Scores(nll, np.arange(11), contexts, 0.0, 0.0))
@@ -629,7 +676,7 @@ def row(protocol, length, stride, nll=None):
     return made | ({"error": "why"} if nll is None else {"nll": nll})
 
 
-def test_early_token_takes_the_finest_stride_of_the_same_length():
+def test_early_token_costs_use_the_smallest_stride_of_the_same_length():
     rows = [
         row("sliding", 32, 16, 1.25),
         row("nonoverlapping", 32, 32, 1.5),
@@ -639,8 +686,8 @@ def test_early_token_takes_the_finest_stride_of_the_same_length():
         row("nonoverlapping", 256, 256),
         row("sliding", 256, 1, 0.25),
     ]
-    assert early_token(rows) == {"32": {"nats": 0.5, "stride": 1}}
-    assert early_token(rows[:1]) == {}
+    assert early_token_costs(rows) == {"32": {"nats": 0.5, "stride": 1}}
+    assert early_token_costs(rows[:1]) == {}
 
 
 def test_another_text_than_the_one_trained_on_is_not_loaded(workdir, text):
@@ -675,8 +722,8 @@ def words_run(tmp_path_factory, tiny_config):
 @pytest.mark.parametrize(("split", "name"), [("validation", "valid"), ("test", "test")])
 def test_words_of_wikitext_are_trained_on_and_scored(words_run, evaluated, split, name):
     raw = pathlib.Path(words_run.config.data.path, f"wiki.{name}.tokens").read_bytes()
-    protocols = parse_protocols("nonoverlapping")
-    (row,) = evaluated([LENGTH], run=words_run, split=split, protocols=protocols)["rows"]
+    entry = evaluated([LENGTH], run=words_run, split=split, protocols="nonoverlapping")
+    (row,) = entry["rows"]
     assert row["targets"] == len(raw.split()) + raw.count(b"\n")
     assert row["words"] == len(raw.split())
     bits = row["nll"] * row["targets"] / math.log(2)
@@ -694,10 +741,9 @@ def test_f8_separators_are_no_bytes_of_text_where_the_same_token_ends_lines(
     data = Data("text", path=str(tmp_path), data_dir=str(tmp_path / "data"), tokenizer="words")
     run = dataclasses.replace(words_run, config=dataclasses.replace(words_run.config, data=data))
     held_out = [document for name, document in documents.items() if name.startswith("validation")]
-    # Of each document alone, its own words and line ends are the targets.
-    protocols = parse_protocols("nonoverlapping")
-    for separators, apart in ((3, False), (0, True)):
-        entry = evaluated([LENGTH], run=run, documents=apart, protocols=protocols)
+    # Inside one document the targets are its own words and line ends.
+    for separators, documents in ((3, False), (0, True)):
+        entry = evaluated([LENGTH], run=run, documents=documents, protocols="nonoverlapping")
         row = entry["rows"][0]
         assert row["targets"] == sum(len(d.split()) + d.count("\n") for d in held_out) + separators
         bits = row["nll"] * row["targets"] / math.log(2)

@@ -48,7 +48,7 @@ def report(
 
 
 def expected(tokens, starts, position="alibi"):
-    """The report over windows at these places, from one window at a time."""
+    """The report over windows with these starts, computed one window at a time."""
     graphdef, _ = abstract_model(config_of(position), VOCAB, mesh_of(1, 1, 1, 1))
     params = jax.tree.map(jnp.asarray, fresh_params(position))
     measure = jax.jit(nnx.merge(graphdef, params).attention_statistics)
@@ -90,14 +90,16 @@ def assert_same(one, other, tolerance=1e-6):
     [
         (100, 4, [0, 31, 62, 92]),
         (100, 1, [92]),
-        # As many as fit.
+        # At most as many windows as fit without overlap.
         (25, 4, [0, 9, 17]),
         (16, 4, [0, 8]),
         (15, 4, [7]),
         (8, 4, [0]),
     ],
 )
-def test_windows_are_laid_evenly_and_the_last_ends_with_the_stream(num_tokens, num_windows, starts):
+def test_windows_are_spaced_evenly_and_the_last_ends_with_the_stream(
+    num_tokens, num_windows, starts
+):
     tokens = stream(num_tokens)
     assert_same(report(tokens, num_windows), expected(tokens, starts))
 
@@ -110,12 +112,12 @@ def test_any_method_is_reported(position):
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (4, 1, 1, 1), (2, 2, 1, 2)])
 def test_devices_change_nothing(sizes):
-    """Five windows: the last batch is filled up."""
+    """Five windows: the last batch has padding."""
     tokens = stream(61)
     assert_same(report(tokens, 5, sizes=sizes), report(tokens, 5))
 
 
-def test_resolution_is_of_the_mean_scores():
+def test_resolution_comes_from_the_mean_scores():
     tokens = stream(100)
     each = [report(tokens[s : s + LENGTH], 1)["resolution"] for s in (0, 92)]
     both = report(tokens, 2)["resolution"]
@@ -148,12 +150,12 @@ def test_a_stream_on_disk_is_read(tmp_path):
     assert report(np.load(tmp_path / "tokens.npy", mmap_mode="r"), 3) == report(stream(50), 3)
 
 
-def test_one_compilation_a_report(compiled):
+def test_a_report_compiles_once(compiled):
     report(stream(50), 5)
     assert compiled.count("statistics") == 1
 
 
-def test_what_cannot_be_measured_is_refused():
+def test_invalid_windows_lengths_and_outputs_are_refused():
     with pytest.raises(ValueError, match=r"7 tokens, fewer than one window of length=8"):
         report(stream(7), 2)
     with pytest.raises(ValueError, match=r"num_windows=0 must be at least 1"):

@@ -1,4 +1,4 @@
-"""The split of a gain, on models of which it is known: early tokens only, context only, both."""
+"""The decomposition of a gain, on models with known parts: early tokens, context, or both."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alibi_jax.data.windows import evaluation_windows, fixed_context_windows, sample_targets
-from alibi_jax.evaluation.bootstrap import Clusters, clusters
+from alibi_jax.evaluation.bootstrap import Clusters, make_clusters
 from alibi_jax.evaluation.decomposition import decompose
 from alibi_jax.evaluation.scoring import Scorer
 from alibi_jax.model.losses import token_nll
@@ -25,7 +25,7 @@ LENGTHS = (8, 16, 64)
 
 
 class Planted(nnx.Module):
-    """Gives token 0, of which the text consists, a loss of `loss(tokens seen, window's length)`."""
+    """Gives token 0, the only token of the text, the loss `loss(tokens seen, window length)`."""
 
     def __init__(self, loss):
         self.loss = loss
@@ -42,8 +42,8 @@ class Planted(nnx.Module):
         return jnp.broadcast_to(logits, (*tokens.shape, VOCAB))[:, -last:]
 
 
-# Nats by tokens seen and window's length: the first 4 tokens of a window cost 2 more; a longer
-# window gives 0.1 for each doubling, whatever a target sees of it; and both.
+# Losses in nats by tokens seen and window length. `early`: the first 4 targets of a window cost 2
+# more. `context`: each doubling of the window length gains 0.1, at every number of tokens seen.
 def early(seen, length):
     return jnp.where(seen <= 4, 3.0, 1.0)
 
@@ -65,7 +65,7 @@ def score(loss, windows, tokens, devices=1):
 
 @functools.cache
 def decomposed(loss, devices=1):
-    """Of all targets in whole windows of 64 but the first, in 8 documents and 513 tokens."""
+    """The parts for all targets after the first window of 64, in 8 documents and 513 tokens."""
     bounds = np.array([0, 513])
     tokens = np.zeros(513, np.uint16)
     sample = sample_targets(bounds, max(LENGTHS), 10**6, 0)
@@ -75,19 +75,19 @@ def decomposed(loss, devices=1):
         nonoverlapping[length] = score(loss, windows, tokens, devices).nll[sample - 1]
         contexts[length] = windows.contexts[sample - 1]
         fixed[length] = score(loss, fixed_context_windows(sample, length), tokens, devices).nll
-    groups = clusters(sample, np.arange(8) * 64, 0)
+    groups = make_clusters(sample, np.arange(8) * 64, 0)
     entries = decompose(nonoverlapping, contexts, fixed, 8, groups)["lengths"]
     return sample, {entry.pop("length"): entry for entry in entries}
 
 
 def curse(sample, length):
-    """Mean extra loss of the targets in windows of that length, from `early`."""
+    """The mean extra loss from `early` of the targets in windows of that length."""
     return 2.0 * ((sample - 1) % length < 4).mean()
 
 
 @pytest.mark.parametrize("loss", [early, context, both])
 @pytest.mark.parametrize("devices", [1, 4])
-def test_the_split_gives_back_what_was_planted(loss, devices):
+def test_the_decomposition_recovers_the_planted_parts(loss, devices):
     sample, entries = decomposed(loss, devices)
     assert sample.tolist() == list(range(65, 513))
     planted = 0 if loss is context else 1
@@ -111,7 +111,7 @@ def test_what_all_targets_have_in_common_is_not_noise():
     for entry in entries.values():
         context = entry["context"]
         assert context["low"] == pytest.approx(context["high"], abs=1e-6)
-        # Which window a target falls into differs between draws, so the curse has noise.
+        # The position of targets in their windows differs between draws, so the curse has noise.
         if entry["early_tokens"]["nats"]:
             assert entry["early_tokens"]["low"] <= entry["early_tokens"]["high"]
 
@@ -148,14 +148,14 @@ def test_the_example_of_the_paper():
     seen = dict.fromkeys(nonoverlapping, np.arange(1, 5))
     made = decompose(nonoverlapping, seen, stride_1, 512, groups)
     entry = made["lengths"][1]
-    # Of so few groups there is no interval.
+    # So few groups have no interval.
     assert entry["gain"]["low"] is entry["gain"]["high"] is None
     assert entry["gain"]["nats"] == pytest.approx(0.0698, abs=5e-5)
     assert entry["context"]["nats"] == pytest.approx(-0.0176, abs=5e-5)
     assert entry["early_tokens"]["nats"] == pytest.approx(0.0874, abs=5e-5)
 
 
-def test_lengths_that_lack_one_of_the_two_are_left_out():
+def test_lengths_without_both_losses_are_left_out():
     losses = {length: np.ones(3) for length in (8, 16, 32)}
     groups = Clusters(np.arange(3), "documents", 0)
     seen = dict.fromkeys(losses, np.arange(1, 4))

@@ -12,7 +12,7 @@ GROUPS = Clusters(np.arange(100) // 10, "documents", 0)
 
 
 def text_of(raw):
-    """A text of one document of bytes."""
+    """A text that is one document of bytes."""
     tokens = np.array([0, *raw.encode()], np.uint16)
     ones = np.ones(len(tokens), np.int32)
     return EvaluationText(
@@ -20,8 +20,8 @@ def text_of(raw):
     )
 
 
-def test_how_few_targets_carry_the_gain():
-    """One target of a hundred gains 9 nats, nine gain a ninth each, ten lose 2."""
+def test_the_concentration_of_the_gain():
+    """One target of a hundred gains 9 nats, nine gain 1/9 nats each, and ten lose 2 nats each."""
     long = np.full(100, 1.0)
     gains = np.zeros(100)
     gains[7], gains[20:29], gains[50:60] = 9.0, 1 / 9, -2.0
@@ -37,7 +37,7 @@ def test_how_few_targets_carry_the_gain():
     assert quantiles == pytest.approx({share: np.quantile(gains, share) for share in quantiles})
 
 
-def test_where_nothing_gains_there_is_no_share_of_it():
+def test_without_positive_gains_there_is_no_concentration():
     report = gain_report(np.ones(100), np.full(100, 2.0), GROUPS)
     assert report["concentration"] == []
     assert report["improved"] == 0.0
@@ -45,11 +45,11 @@ def test_where_nothing_gains_there_is_no_share_of_it():
 
 
 def test_long_ppl_counts_targets_that_long_context_makes_likely():
-    """arXiv 2410.23771: log-probabilities rise by more than 2, to more than -2."""
+    """arXiv 2410.23771: log-probabilities rise by more than 2 and exceed -2."""
     short = np.array([5.0, 5.0, 4.0, 3.5, 2.5, 9.0, 3.0])
     long = np.array([0.5, 1.9, 1.9, 1.5, 0.1, 2.1, 1.0])
     key = key_targets(short, long)
-    # A rise of 2.1 and of 2.4 counts, of exactly 2 not; nor one that ends at -2.1.
+    # Rises of 2.1 and 2.4 count; a rise of exactly 2 and a rise to -2.1 do not.
     assert key.tolist() == [True, True, True, False, True, False, False]
     scored = long_ppl(np.array([1.0, 2.0, 3.0, 9.0, 0.0, 9.0, 9.0]), key, "runs/a")
     assert scored == {
@@ -61,12 +61,12 @@ def test_long_ppl_counts_targets_that_long_context_makes_likely():
     }
 
 
-def test_a_judge_without_numbers_is_refused():
-    with pytest.raises(ValueError, match="no numbers"):
+def test_a_judge_without_finite_losses_is_refused():
+    with pytest.raises(ValueError, match="not finite"):
         key_targets(np.array([1.0, np.nan]), np.ones(2))
 
 
-def test_long_ppl_without_a_key_target_says_so():
+def test_long_ppl_without_a_key_target_has_an_error():
     scored = long_ppl(np.ones(3), np.zeros(3, bool), "runs/a")
     assert scored["key_targets"] == 0
     assert "no key target" in scored["error"]
@@ -77,7 +77,7 @@ def test_the_largest_gains_come_with_their_text():
     text = text_of("one two three four five six seven")
     targets = np.array([5, 9, 20])
     found = largest_gains(text, targets, np.array([1.0, 5.0, 2.0]), np.array([1.5, 1.0, 1.0]))
-    # The first one lost.
+    # The first target has a loss instead of a gain.
     assert [part["target"] for part in found] == [9, 20]
     assert [part["gain"] for part in found] == [4.0, 1.0]
     first = found[0]

@@ -29,7 +29,7 @@ def test_rescalings_are_parsed():
     "text",
     ["", "linar", "linear:", "linear:x", "linear:0.5", "yarn:nan", "ntk:inf", "none:2", "a:2"],
 )
-def test_what_is_no_rescaling_is_refused(text):
+def test_an_invalid_rescaling_is_refused(text):
     with pytest.raises(ValueError, match=r"--rescalings=.*none, linear, ntk, yarn, dynamic_ntk"):
         parse_rescalings(f"ntk,{text}")
 
@@ -44,7 +44,7 @@ def test_the_factor_is_the_length_over_the_training_length_or_the_one_given(name
 
 
 def test_e4_dynamic_ntk_is_ntk_by_a_factor_that_follows_the_length():
-    """huggingface/transformers#24653: factor 2, 2048 to 4096."""
+    """huggingface/transformers#24653: factor 2, from 2048 to 4096 tokens."""
     model = Rescaling("dynamic_ntk", 2.0).at(config(length=2048), 4096).model
     assert (model.rescaling, model.rescaling_factor) == ("ntk", 3.0)
     assert Rescaling("dynamic_ntk", 2.0).at(config(length=2048), 2048).model.rescaling_factor == 1
@@ -60,7 +60,7 @@ def test_a_model_trained_with_rescaled_positions_is_not_rescaled_again():
         Rescaling("linear", 8.0).at(trained, 1024)
 
 
-def test_everything_else_of_the_configuration_stays():
+def test_the_rest_of_the_configuration_stays():
     given = config()
     rescaled = Rescaling("yarn", 8.0).at(given, 1024)
     rescaled.model.rescaling, rescaled.model.rescaling_factor = "none", 1.0

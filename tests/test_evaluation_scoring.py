@@ -19,9 +19,9 @@ from alibi_jax.evaluation.scoring import Scorer, Scores
 from alibi_jax.model import abstract_model, initial_params
 from alibi_jax.model.losses import token_nll
 
-# Neither a power of two nor a size that anything pads to.
+# Not a power of two, and not a size that any padding gives.
 VOCAB = 11
-# None for windows that do not overlap.
+# None stands for windows that do not overlap.
 STRIDES = [None, 1, 5, 16]
 
 
@@ -38,7 +38,7 @@ def fresh_params(config, seed=0):
 
 
 def stream(num_tokens, seed=0):
-    """Random tokens, each likelier after some than after others."""
+    """Random tokens whose probability depends on the token before."""
     steps = np.random.default_rng(seed).integers(0, 4, num_tokens)
     return (np.cumsum(steps) % VOCAB).astype(np.uint16)
 
@@ -70,7 +70,7 @@ def bigram_params(config):
     for layer in params["layers"]["stacks"].values():
         for part, name in (("attention", "out"), ("ff", "down")):
             layer[part][name]["kernel"] = np.zeros_like(layer[part][name]["kernel"])
-    # Wide enough that the predictions differ.
+    # Large enough that the predictions differ.
     tables = params["vocabulary"]
     tables["embedding"] = embedding = tables["embedding"] * 3
     embedding = embedding[:VOCAB]
@@ -83,7 +83,7 @@ def bigram_params(config):
 def assert_same_scores(one, other):
     np.testing.assert_array_equal(one.targets, other.targets)
     np.testing.assert_array_equal(one.contexts, other.contexts)
-    # A small loss is a difference of numbers near 4, whose last digit is 5e-7.
+    # A small loss is a difference of numbers near 4, where float32 has steps of 5e-7.
     np.testing.assert_allclose(one.nll, other.nll, rtol=2e-6, atol=5e-7)
     assert one.mean_nll == pytest.approx(other.mean_nll, rel=1e-6)
 
@@ -107,13 +107,13 @@ def test_f5_a_bigram_oracle_gives_the_analytic_loss(stride):
     scores = score(params, tokens, stride)
     expected = -log_probs[tokens[:-1], tokens[1:]]
     assert expected.std() > 0.1
-    # What is near 0 is a difference of larger numbers.
+    # Losses near 0 are differences of larger numbers.
     np.testing.assert_allclose(scores.nll, expected, rtol=1e-5, atol=2e-6)
     assert scores.total_nll == pytest.approx(expected.sum(), rel=1e-6)
 
 
 class CopyLast(nnx.Module):
-    """Says that the token it saw last comes again, with odds of e³ to 1 against each other."""
+    """Predicts that the last token is repeated, with odds of e³ to 1 over each other token."""
 
     def __init__(self):
         self.table = nnx.Param(jnp.eye(VOCAB))
@@ -171,7 +171,7 @@ def test_f3_f4_windows_equal_each_target_alone_with_its_context(position, stride
     params = fresh_params(tiny(position))
     scores = score(params, tokens, stride, length, position=position)
 
-    # Row t - 1 ends with target t: its context starts with the first window to reach it.
+    # Row t - 1 ends with target t; its context starts where the first window with it starts.
     ends = np.arange(1, len(tokens))
     starts = np.array(
         [next(s for s in itertools.count(0, stride) if s + length >= end) for end in ends]
@@ -192,7 +192,7 @@ def test_f3_f4_windows_equal_each_target_alone_with_its_context(position, stride
     alone = np.asarray(losses(params, inputs, targets))[np.arange(len(ends)), last]
     np.testing.assert_array_equal(scores.contexts, last + 1)
     np.testing.assert_allclose(scores.nll, alone, rtol=1e-5)
-    # Of the targets that see little, there are the first window's only.
+    # Only the first window has targets with less context.
     assert (last < length - stride).sum() == length - stride
 
 
@@ -203,7 +203,7 @@ def test_f4_a_stride_of_the_length_is_no_overlap():
 
 
 def test_fixed_contexts_are_those_of_stride_1():
-    """A target with exactly c tokens of context is the last one of a window of c."""
+    """A target with exactly c tokens of context is the last target of a window of c tokens."""
     tokens, params = stream(80), fresh_params(tiny())
     targets = np.array([16, 17, 40, 79])
     scorer, place = make_scorer(128)
@@ -220,7 +220,7 @@ def test_f6_with_a_beginning_of_sequence_the_first_input_is_it(stride):
     scorer, place = make_scorer(128)
     scores = scorer(place(params), tokens, windows_over(tokens, 8, stride, bos=5), "test")
     np.testing.assert_array_equal(scores.targets, np.arange(1, 70))
-    # By hand, for some of the targets.
+    # Some of the targets, scored one by one.
     for target in (1, 2, 8, 9, 33, 69):
         context = int(scores.contexts[target - 1])
         alone = np.array([5, *tokens[target - context + 1 : target + 1]], np.uint16)
@@ -294,8 +294,8 @@ def test_f11_sums_past_2_to_the_24_are_exact():
 
 
 def test_f11_sums_over_batches_are_float64():
-    # Token 0 predicts all alike; after token 1, token 0 costs 2^29 nats and more, of which
-    # float32 holds no less than 32.
+    # After token 0 all tokens are equally likely. After token 1, token 0 costs more than 2^29 nats,
+    # where float32 has steps of 32.
     kind = {"position": "none", "tied": False}
     params, _ = bigram_params(tiny(**kind))
     tables = params["vocabulary"]
@@ -310,7 +310,7 @@ def test_f11_sums_over_batches_are_float64():
     assert scores.total_nll - huge.total_nll == pytest.approx(999 * math.log(VOCAB), rel=1e-6)
 
 
-def test_one_compilation_a_shape(compiled):
+def test_one_compilation_per_shape(compiled):
     scorer, place = make_scorer.__wrapped__(128, devices=2)
     tokens = stream(400)
 
@@ -321,27 +321,28 @@ def test_one_compilation_a_shape(compiled):
         return compiled[before:].count("nll")
 
     assert run(0, None, 16, tokens) == 1
-    # Other parameters, another text of as many tokens a batch.
+    # Other parameters and another text, with the same shape of a batch.
     assert run(1, None, 16, tokens) == 0
     assert run(1, None, 16, stream(1000)) == 0
-    # Sliding: the first window, alone of its shape, and the ends of the others.
+    # Sliding windows have two shapes: the first window, and the ends of the others.
     assert run(1, 4, 16, tokens) == 2
     assert run(0, 4, 16, stream(1000)) == 0
     assert run(1, None, 32, tokens) == 1
     assert run(1, None, 32, tokens) == 0
 
 
-def test_only_what_is_scored_is_projected_to_the_vocabulary():
+def test_only_scored_positions_are_projected_to_the_vocabulary():
     scorer, place = make_scorer(128)
     params = place(fresh_params(tiny()))
 
     def flops(first_scored):
         return scorer.program(params, 8, 16, first_scored).cost_analysis()["flops"]
 
-    # Of 8 windows of 16 tokens, 8 and 128 positions: against a table of 11 tokens by 8, and in
-    # the last layer, here the only one, queries, what becomes of values, and the feed-forward.
-    every = 2 * 8 * (VOCAB + 8 + 8 + 2 * 32)
-    assert flops(0) - flops(15) > 0.9 * (8 * 16 - 8) * every
+    # 8 windows of 16 tokens have 128 positions, of which 8 are scored. Each position costs the
+    # projection to 11 tokens by 8, and in the last (here the only) layer the query, the output and
+    # the feed-forward projections.
+    per_position = 2 * 8 * (VOCAB + 8 + 8 + 2 * 32)
+    assert flops(0) - flops(15) > 0.9 * (8 * 16 - 8) * per_position
 
 
 class Stop(Exception):
@@ -349,12 +350,12 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 6])
-def test_scoring_broken_off_goes_on_where_it_was(stop_after, monkeypatch):
+def test_interrupted_scoring_continues_where_it_stopped(stop_after, monkeypatch):
     tokens, params = stream(200), fresh_params(tiny())
     scorer, place = make_scorer.__wrapped__(32)
     windows = windows_over(tokens, 16, 8)
     whole = scorer(place(params), tokens, windows, "test")
-    kept, batches, limit = [], [], [stop_after]
+    saved, batches, limit = [], [], [stop_after]
     compile_once = scorer.program
 
     def counting(*shape):
@@ -370,8 +371,8 @@ def test_scoring_broken_off_goes_on_where_it_was(stop_after, monkeypatch):
 
     monkeypatch.setattr(scorer, "program", counting)
     with pytest.raises(Stop):
-        scorer(place(params), tokens, windows, "test", keep=lambda x: kept.append(x.copy()))
-    (losses,) = kept
+        scorer(place(params), tokens, windows, "test", save=lambda x: saved.append(x.copy()))
+    (losses,) = saved
     assert np.isnan(losses).any()
     left = np.isnan(np.split(losses, windows.offsets[1:])[-1]).all()
     assert left
@@ -379,7 +380,7 @@ def test_scoring_broken_off_goes_on_where_it_was(stop_after, monkeypatch):
     limit[0] = math.inf
     scores = scorer(place(params), tokens, windows, "test", losses)
     np.testing.assert_array_equal(scores.nll, whole.nll)
-    # The first window, and of the 23 others two a batch; what was under way is done again.
+    # The first window is one batch, the 23 others are 12; the batch in flight is scored again.
     collected = {1: 1, 2: 1, 6: 5}[stop_after]
     assert len(batches) == 13 - collected
     batches.clear()
@@ -387,7 +388,7 @@ def test_scoring_broken_off_goes_on_where_it_was(stop_after, monkeypatch):
     assert not batches
 
 
-def test_a_length_that_does_not_fit_says_what_it_needed(monkeypatch):
+def test_a_length_past_the_memory_is_refused_with_the_amount_that_it_needs(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
     scorer, place = make_scorer.__wrapped__(128)
     tokens, params = stream(200), place(fresh_params(tiny()))
@@ -407,16 +408,16 @@ def test_a_length_that_does_not_fit_says_what_it_needed(monkeypatch):
     windows=st.integers(1, 500),
     length=st.integers(1, 4096),
 )
-def test_the_batch_is_as_asked_where_windows_and_devices_allow(
+def test_the_batch_size_is_the_requested_one_where_windows_and_devices_allow(
     devices, batch_tokens, windows, length
 ):
     scorer, _ = make_scorer(batch_tokens, devices)
     batch = scorer.batch_size(windows, length)
     assert batch % devices == 0
     assert batch == devices or batch * length <= batch_tokens
-    # No more padding windows than the devices need.
+    # The only padding windows are those that fill up the devices.
     assert batch < windows + devices
-    # No smaller than it has to be.
+    # The batch is as large as allowed.
     assert (batch + devices) * length > batch_tokens or batch >= windows
 
 
@@ -430,7 +431,7 @@ def test_no_array_of_the_compiled_program_is_the_square_of_the_length(position, 
     program = Scorer(graphdef, mesh, 1).program(abstract, 1, length, first_scored)
     shapes = re.findall(r"[a-z]+\d+\[(\d+(?:,\d+)*)\]", program.as_text())
     sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
-    # The tokens and what is computed of each are there, and nothing of each pair.
+    # The program has arrays per token, but none per pair of tokens.
     assert max(sizes) >= length * config.model.width
     assert max(sizes) < length**2 / 16
     assert program.memory_analysis().temp_size_in_bytes < length**2 / 4

@@ -1,4 +1,4 @@
-"""How a model attends at one length: entropy, distance and resolution by layer and head."""
+"""Entropy, distance and resolution of a model's attention at one length, by layer and head."""
 
 from typing import Any
 
@@ -19,23 +19,23 @@ def attention_report(
     length: int,
     num_windows: int,
 ) -> dict[str, Any]:
-    """Means over windows of `length` tokens, laid evenly over the stream, as JSON has them.
+    """Means over at most `num_windows` windows of `length` tokens, as JSON values.
 
-    A head's resolution is that of its scores averaged over all windows, not the mean of the
-    windows' own (Sun et al. 2022, arXiv 2212.10554, equations 3 and 11); a layer's is the mean
-    over its heads, the model's the mean over its layers. Entropies are in nats, distances in
-    tokens. Windows do not overlap: of a short stream there are fewer.
+    The windows are spread evenly over the stream and do not overlap; a short stream has fewer. The
+    resolution of a head (Sun et al. 2022, arXiv 2212.10554, equations 3 and 11) is computed from
+    the scores averaged over all windows. The resolution of a layer is the mean over its heads, and
+    that of the model is the mean over its layers. Entropies are in nats, distances in tokens.
 
     Raises:
-        ValueError: where the stream has not one window, or the model's numbers are not finite.
+        ValueError: where the stream is shorter than one window, or a statistic is not finite.
     """
-    starts = _starts(len(tokens), length, num_windows)
-    entropy, distance, scores = _means(graphdef, mesh, params, tokens, length, starts)
+    starts = _window_starts(len(tokens), length, num_windows)
+    entropy, distance, scores = _mean_statistics(graphdef, mesh, params, tokens, length, starts)
     resolution = attention_resolution(scores)
-    measured = {"resolution": resolution, "distance": distance, "entropy": entropy}
-    if not all(np.isfinite(values).all() for values in measured.values()):
+    statistics = {"resolution": resolution, "distance": distance, "entropy": entropy}
+    if not all(np.isfinite(values).all() for values in statistics.values()):
         raise ValueError(
-            f"attention at length={length} is not finite: the model's numbers ran away"
+            f"attention at length={length} is not finite: the model's outputs diverged"
         )
     num_layers, num_heads = resolution.shape
     layers = [
@@ -43,7 +43,7 @@ def attention_report(
             "layer": layer,
             "resolution": float(resolution[layer].mean()),
             "heads": [
-                {name: float(values[layer, head]) for name, values in measured.items()}
+                {name: float(values[layer, head]) for name, values in statistics.items()}
                 for head in range(num_heads)
             ],
         }
@@ -57,8 +57,8 @@ def attention_report(
     }
 
 
-def _starts(num_tokens: int, length: int, num_windows: int) -> Int64[np.ndarray, "W"]:
-    """Where windows start, evenly spaced; the last one ends with the stream."""
+def _window_starts(num_tokens: int, length: int, num_windows: int) -> Int64[np.ndarray, "W"]:
+    """The starts of evenly spaced windows; the last window ends with the stream."""
     if num_tokens < length:
         raise ValueError(
             f"the stream has {num_tokens} tokens, fewer than one window of length={length}: "
@@ -70,7 +70,7 @@ def _starts(num_tokens: int, length: int, num_windows: int) -> Int64[np.ndarray,
     return last - np.arange(count)[::-1] * last // max(count - 1, 1)
 
 
-def _means(
+def _mean_statistics(
     graphdef: Any,
     mesh: jax.sharding.Mesh,
     params: Any,
@@ -78,7 +78,7 @@ def _means(
     length: int,
     starts: Int64[np.ndarray, "W"],
 ) -> list[np.ndarray]:
-    """Entropy and distance `[L, N]` and scores `[L, N, T]`, averaged over the windows, float64."""
+    """Entropy and distance `[L, N]` and scores `[L, N, T]`: float64 means over the windows."""
     batch_size = sharding.axis_size(mesh, "batch")
     placement = sharding.named_sharding(mesh, "batch", None)
     rows = sharding.addressable_rows(placement, batch_size)
@@ -86,7 +86,7 @@ def _means(
     def statistics(params: Any, inputs: Array) -> AttentionStatistics:
         return nnx.merge(graphdef, params).attention_statistics(inputs)
 
-    # Replicated, so that every process holds all the numbers and adds them up alike.
+    # Replicated, so that every process holds all statistics and computes the same sums.
     compiled = jax.jit(statistics, out_shardings=sharding.named_sharding(mesh))
     inputs = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=placement)
     sums = [np.zeros(()) for _ in AttentionStatistics._fields]
@@ -96,13 +96,14 @@ def _means(
             program, f"attention over {length} tokens", "give a shorter --attention"
         )
         for first in range(0, len(starts), batch_size):
-            some = starts[first : first + batch_size]
-            # Past the last window it is repeated, and not counted.
-            filled = np.pad(some, (0, batch_size - len(some)), mode="edge")[rows]
-            local = tokens[filled[:, None] + np.arange(length)].astype(np.int32)
-            measured = program(params, sharding.make_global_array(placement, local, batch_size))
+            batch_starts = starts[first : first + batch_size]
+            num_real = len(batch_starts)
+            # The last window pads the batch; the sums leave the padding out.
+            padded = np.pad(batch_starts, (0, batch_size - num_real), mode="edge")[rows]
+            local = tokens[padded[:, None] + np.arange(length)].astype(np.int32)
+            batch = program(params, sharding.make_global_array(placement, local, batch_size))
             sums = [
-                total + np.asarray(x, np.float64)[:, : len(some)].sum(axis=1)
-                for total, x in zip(sums, measured)
+                total + np.asarray(values, np.float64)[:, :num_real].sum(axis=1)
+                for total, values in zip(sums, batch)
             ]
     return [total / len(starts) for total in sums]

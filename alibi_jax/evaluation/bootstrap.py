@@ -1,4 +1,4 @@
-"""How far a mean would move with other text: the bootstrap over documents."""
+"""Confidence intervals of mean losses: the bootstrap over documents or stretches of the text."""
 
 import dataclasses
 
@@ -7,19 +7,21 @@ from jaxtyping import Float, Float64, Int64, Integer
 
 CONFIDENCE = 0.95
 _RESAMPLES = 2000
-# With fewer documents, to draw whole ones says little: then it is stretches of the text. With more
-# than the most, neighbours are drawn together.
-_ENOUGH, _MOST = 10, 1000
-_STRETCHES = 32
-# Of fewer groups than this, resamples say nothing.
-_LEAST = 5
+# Resamples of fewer whole documents say little; stretches of the text are drawn then.
+_MIN_DOCUMENTS = 10
+# With more documents than this, neighbouring documents are drawn together.
+_MAX_GROUPS = 1000
+_NUM_STRETCHES = 32
+# Resamples of fewer groups say nothing.
+_MIN_GROUPS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Clusters:
-    """Targets in groups that are drawn as a whole, since what they share makes their losses alike.
+    """Groups of targets that are resampled as a whole, since losses within a group are correlated.
 
-    `ids[t]` is the group of target t. The same groups are drawn for whatever is compared.
+    `ids[t]` is the group of target t. One instance draws the same groups for all values that are
+    compared.
     """
 
     ids: Int64[np.ndarray, "M"]
@@ -27,52 +29,52 @@ class Clusters:
     seed: int
 
     def __str__(self) -> str:
-        """What is drawn; empty where there is too little for that."""
-        return f"{self._count} {self.kind}" if self._count >= _LEAST else ""
+        """What is resampled, as "12 documents"; empty where there are too few groups."""
+        return f"{self._num_groups} {self.kind}" if self._num_groups >= _MIN_GROUPS else ""
 
     @property
-    def _count(self) -> int:
+    def _num_groups(self) -> int:
         return int(self.ids.max()) + 1
 
     def sums(self, values: Float[np.ndarray, "M"]) -> Float64[np.ndarray, "C"]:
-        """By group."""
-        return np.bincount(self.ids, values, self._count)
+        """The sum of `values` in each group."""
+        return np.bincount(self.ids, values, self._num_groups)
 
-    def resampled(self, values: Float[np.ndarray, "M"]) -> Float64[np.ndarray, "R"]:
-        """Means of `values` with as many groups drawn anew, with replacement, R times."""
-        count = self._count
+    def resampled_means(self, values: Float[np.ndarray, "M"]) -> Float64[np.ndarray, "R"]:
+        """The means of `values` in R resamples: C groups drawn with replacement from the C."""
+        count = self._num_groups
         draws = np.random.default_rng(self.seed).multinomial(
             count, np.full(count, 1 / count), _RESAMPLES
         )
         return (draws @ self.sums(values)) / (draws @ np.bincount(self.ids, minlength=count))
 
     def estimate(self, values: Float[np.ndarray, "M"]) -> dict[str, float | None]:
-        """{"nats", "low", "high"}: the mean of `values`, and where 95 % of resampled ones lie.
+        """{"nats", "low", "high"}: the mean of `values` and its 95 % percentile interval.
 
-        Of very few groups there is no interval: None.
+        "low" and "high" are None where there are too few groups.
         """
         mean = float(values.mean(dtype=np.float64))
-        if self._count < _LEAST:
+        if self._num_groups < _MIN_GROUPS:
             return {"nats": mean, "low": None, "high": None}
         tail = 50 * (1 - CONFIDENCE)
-        low, high = np.percentile(self.resampled(values), [tail, 100 - tail])
+        low, high = np.percentile(self.resampled_means(values), [tail, 100 - tail])
         return {"nats": mean, "low": float(low), "high": float(high)}
 
 
-def clusters(
+def make_clusters(
     targets: Integer[np.ndarray, "M"], document_starts: Integer[np.ndarray, "D"], seed: int
 ) -> Clusters:
-    """Documents, where the targets are of ten or more; else stretches of as many targets each.
+    """Groups targets by document; from fewer than ten documents, by stretch of the text.
 
-    More than a thousand documents are put together in groups of neighbours. `targets` are indices
-    in the stream, in order.
+    Stretches have equal numbers of targets. With more than a thousand documents, neighbouring
+    documents form a group. `targets` are indices in the stream, in order.
     """
     documents = np.searchsorted(document_starts, targets, side="right") - 1
     present, ids = np.unique(documents, return_inverse=True)
-    if len(present) > _MOST:
-        return Clusters(ids * _MOST // len(present), "groups of documents", seed)
-    if len(present) >= _ENOUGH:
+    if len(present) > _MAX_GROUPS:
+        return Clusters(ids * _MAX_GROUPS // len(present), "groups of documents", seed)
+    if len(present) >= _MIN_DOCUMENTS:
         return Clusters(ids, "documents", seed)
-    stretches = min(_STRETCHES, len(targets))
+    stretches = min(_NUM_STRETCHES, len(targets))
     ids = np.arange(len(targets)) * stretches // len(targets)
     return Clusters(ids, "stretches of text", seed)

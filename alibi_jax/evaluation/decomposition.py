@@ -1,12 +1,13 @@
-"""What a longer input gained, split in two: fewer early tokens, and longer context itself.
+"""The gain of a longer input in two parts: fewer early tokens, and longer context itself.
 
-In windows of L that do not overlap the targets see 1 to L tokens: their mean loss is N(L). Given
-exactly c tokens each, it is F(c). With curse(L) = N(L) - F(L), what the early tokens cost,
+In non-overlapping windows of L tokens the targets have 1 to L tokens of context; their mean loss is
+N(L). Given exactly c tokens of context each, their mean loss is F(c). The early tokens of a window
+cost curse(L) = N(L) - F(L), so that
 
     N(L) - N(L') = [curse(L) - curse(L')] + [F(L) - F(L')]
 
-identically: the first part is only that longer windows have fewer early tokens (Press et al. 2021,
-appendix B), the second what longer context itself gave.
+is an identity. The first part is the gain from fewer early tokens in longer windows (Press et al.
+2021, appendix B); the second part is the gain from longer context itself.
 """
 
 from typing import Any
@@ -24,21 +25,22 @@ def decompose(
     base: int,
     clusters: Clusters,
 ) -> dict[str, Any]:
-    """The parts for each length in both, against `base`, from losses of the same targets, in nats.
+    """The parts of the gain from length `base` to each other length, in nats.
 
-    `contexts` are what each target saw in windows that do not overlap. Each number comes with its
-    interval; all are of the same draws of the clusters, so that what the targets have in common
-    does not count as noise.
+    `nonoverlapping` and `fixed` hold, by length, the losses of the same targets; a length that one
+    of them lacks is left out. `contexts` holds each target's context in non-overlapping windows.
+    Each number comes with its interval. All intervals use the same resamples, so that what the
+    targets have in common is no noise.
     """
     lengths = sorted(nonoverlapping.keys() & fixed.keys())
-    first = _parts(nonoverlapping[base], fixed[base])
+    base_losses = _losses(nonoverlapping[base], fixed[base])
     entries: list[dict[str, Any]] = []
     for length in lengths:
-        parts = _parts(nonoverlapping[length], fixed[length])
-        parts |= {
-            "gain": first["nonoverlapping"] - parts["nonoverlapping"],
-            "early_tokens": first["curse"] - parts["curse"],
-            "context": first["fixed"] - parts["fixed"],
+        losses = _losses(nonoverlapping[length], fixed[length])
+        gains = {
+            "gain": base_losses["nonoverlapping"] - losses["nonoverlapping"],
+            "early_tokens": base_losses["curse"] - losses["curse"],
+            "context": base_losses["fixed"] - losses["fixed"],
         }
         entries.append(
             {
@@ -47,7 +49,7 @@ def decompose(
                 "mean_context": float(contexts[length].mean()),
                 "largest_context": int(contexts[length].max()),
             }
-            | {name: clusters.estimate(values) for name, values in parts.items()}
+            | {name: clusters.estimate(values) for name, values in (losses | gains).items()}
         )
     return {
         "base": base,
@@ -57,8 +59,9 @@ def decompose(
     }
 
 
-def _parts(
+def _losses(
     nonoverlapping: Float[np.ndarray, "M"], fixed: Float[np.ndarray, "M"]
 ) -> dict[str, np.ndarray]:
+    """The two losses of each target and their difference, in float64."""
     nonoverlapping, fixed = nonoverlapping.astype(np.float64), fixed.astype(np.float64)
     return {"nonoverlapping": nonoverlapping, "fixed": fixed, "curse": nonoverlapping - fixed}

@@ -1,4 +1,4 @@
-"""A split as it is scored: its tokens, where its texts begin and end, its words and bytes."""
+"""A split prepared for scoring: tokens, text and document boundaries, words and bytes per token."""
 
 import dataclasses
 import functools
@@ -14,68 +14,70 @@ from alibi_jax.data.token_streams import document_starts, token_stream
 from alibi_jax.data.tokenizers import Tokenizer
 from alibi_jax.data.windows import num_eligible, sample_targets
 
-# With fewer targets than this that could be given it, a length is no part of a sample.
-_ENOUGH = 30
+# A length is left out of the sample where fewer targets than this can have that much context.
+_MIN_SAMPLED = 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Targets, by their indices in the stream, and the most context that each can be given."""
+    """Sampled targets, as indices in the stream, and the longest context that all of them have."""
 
     targets: Int64[np.ndarray, "M"]
-    longest: int
+    max_context: int
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationText:
     """The tokens of a split under a tokenizer.
 
-    `bounds`: no window reaches over one of them. They are those of the documents, or the ends of
-    the whole stream, in which documents follow one another (fairseq's `sample-break-mode none`).
+    No window crosses one of the `bounds`. They are either the bounds of the documents, or the two
+    ends of the whole stream, in which documents follow one another (fairseq's `sample-break-mode
+    none`). A "text" is the stretch between two bounds.
     """
 
     tokens: Integer[np.ndarray, "N"]
     bounds: Int64[np.ndarray, "bounds"]
-    starts: Int64[np.ndarray, "E"]
+    document_starts: Int64[np.ndarray, "E"]
     tokenizer: Tokenizer
-    # Of raw text, by token: whole words are counted where they begin.
+    # Counts in the raw text, per token. A word is counted at the token in which it begins.
     words: Integer[np.ndarray, "N"]
     num_bytes: Integer[np.ndarray, "N"]
 
     @property
-    def longest(self) -> int:
-        """The most tokens of context that any target has."""
+    def max_context(self) -> int:
+        """The largest number of context tokens that any target has."""
         return int(np.diff(self.bounds).max()) - 1
 
     @functools.cached_property
     def digest(self) -> str:
-        """The same for two texts only if they have the same tokens."""
+        """A hash of the tokens: equal for two texts only if their tokens are equal."""
         return hashlib.sha256(self.tokens.data).hexdigest()
 
     def summary(self) -> dict[str, Any]:
-        """How much text it is."""
+        """The numbers of documents, tokens, words and bytes."""
         return {
-            "documents": len(self.starts),
+            "documents": len(self.document_starts),
             "tokens": len(self.tokens),
             "words": int(self.words.sum()),
             "bytes": int(self.num_bytes.sum()),
         }
 
     def sample(self, lengths: Sequence[int], count: int, seed: int) -> Sample:
-        """Targets that can be given each of those lengths of context that enough targets can."""
-        enough = min(count, _ENOUGH)
-        served = [n for n in lengths if num_eligible(self.bounds, n).sum() >= enough]
-        if not served:
+        """Samples `count` targets with context for every length that enough targets support."""
+        minimum = min(count, _MIN_SAMPLED)
+        supported = [n for n in lengths if num_eligible(self.bounds, n).sum() >= minimum]
+        if not supported:
             return Sample(np.zeros(0, np.int64), 0)
-        return Sample(sample_targets(self.bounds, max(served), count, seed), max(served))
+        longest = max(supported)
+        return Sample(sample_targets(self.bounds, longest, count, seed), longest)
 
 
 def read_text(config: Data, split: str, tokenizer: Tokenizer, documents: bool) -> EvaluationText:
-    """The text of a split; `documents`: windows stay within one document each."""
+    """Reads a split. With `documents`, each window stays inside one document."""
     tokens = token_stream(config, split, tokenizer)
     starts = document_starts(config, split, tokenizer)
     bounds = np.append(starts, len(tokens)) if documents else np.array([0, len(tokens)])
     num_bytes = tokenizer.token_bytes[tokens]
-    # A separator is no text, also where the same token ends lines.
+    # A separator stands for no text, even where the same token also ends lines.
     num_bytes[starts] = 0
     return EvaluationText(tokens, bounds, starts, tokenizer, tokenizer.words(tokens), num_bytes)

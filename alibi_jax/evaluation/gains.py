@@ -1,4 +1,4 @@
-"""Which targets gained from longer context, and how few of them carry the gain."""
+"""Which targets gained from longer context, and how the gain is spread over targets."""
 
 import math
 from typing import Any
@@ -12,19 +12,19 @@ from alibi_jax.evaluation.eval_text import EvaluationText
 # LongPPL's thresholds, in nats (Fang et al. 2024, arXiv 2410.23771, section 4).
 ALPHA, BETA = 2.0, -2.0
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-_TOP = (0.01, 0.05, 0.1, 0.25, 0.5)
-_LARGEST = 20
-# Tokens of text shown around a target.
-_BEFORE, _AFTER = 160, 40
+_TOP_SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
+_NUM_LARGEST = 20
+# Tokens of text shown before and after a target.
+_TOKENS_BEFORE, _TOKENS_AFTER = 160, 40
 
 
 def gain_report(
     short: Float[np.ndarray, "M"], long: Float[np.ndarray, "M"], clusters: Clusters
 ) -> dict[str, Any]:
-    """How the gains, `short` less `long`, are spread over targets; losses in nats."""
+    """The distribution of the gains `short - long` over targets; losses in nats."""
     gains = short.astype(np.float64) - long
-    falling = np.sort(gains)[::-1]
-    positive = np.maximum(falling, 0.0)
+    descending = np.sort(gains)[::-1]
+    positive = np.maximum(descending, 0.0)
     total = positive.sum()
     quantiles = np.quantile(gains, _QUANTILES)
     return {
@@ -39,7 +39,7 @@ def gain_report(
                 "targets": share,
                 "gain": float(positive[: math.ceil(share * len(gains))].sum() / total),
             }
-            for share in _TOP
+            for share in _TOP_SHARES
             if total > 0
         ],
     }
@@ -48,19 +48,20 @@ def gain_report(
 def key_targets(
     short: Float[np.ndarray, "M"], long: Float[np.ndarray, "M"]
 ) -> Bool[np.ndarray, "M"]:
-    """The targets for which long context matters, by a judge's losses in nats.
+    """The targets that need long context, according to a judge's losses in nats.
 
-    Their log-probability rises by more than `ALPHA`, and to more than `BETA` (arXiv 2410.23771,
-    equations 5 to 7).
+    With the long context, the log-probability of a key target rises by more than `ALPHA` and
+    exceeds `BETA` (arXiv 2410.23771, equations 5 to 7). Raises ValueError where the losses are not
+    finite.
     """
     rise = short.astype(np.float64) - long
     if not np.isfinite(rise).all():
-        raise ValueError("the judge's losses are no numbers")
+        raise ValueError("the losses of the judge are not finite")
     return (rise > ALPHA) & (-long > BETA)
 
 
 def long_ppl(nll: Float[np.ndarray, "M"], key: Bool[np.ndarray, "M"], judge: str) -> dict[str, Any]:
-    """Perplexity over the judge's key targets alone, at the long context."""
+    """LongPPL: the perplexity of the key targets `key`, from losses `nll` at the long context."""
     result: dict[str, Any] = {
         "judge": judge,
         "alpha": ALPHA,
@@ -68,7 +69,7 @@ def long_ppl(nll: Float[np.ndarray, "M"], key: Bool[np.ndarray, "M"], judge: str
         "key_targets": int(key.sum()),
     }
     if not key.any():
-        return result | {"error": "the judge finds no key target among those sampled"}
+        return result | {"error": "the judge finds no key target in the sample"}
     return result | {"perplexity": float(np.exp(nll[key].mean(dtype=np.float64)))}
 
 
@@ -78,24 +79,24 @@ def largest_gains(
     short: Float[np.ndarray, "M"],
     long: Float[np.ndarray, "M"],
 ) -> list[dict[str, Any]]:
-    """The targets that gained most, if any did, each with the text around it."""
-    found = []
-    for i in np.argsort(long - short, kind="stable")[:_LARGEST]:
-        target, before, after = int(targets[i]), float(short[i]), float(long[i])
-        if after >= before:
+    """The targets with the largest positive gains, each with the text around it."""
+    largest = []
+    for i in np.argsort(long - short, kind="stable")[:_NUM_LARGEST]:
+        target, nll_short, nll_long = int(targets[i]), float(short[i]), float(long[i])
+        if nll_long >= nll_short:
             break
-        found.append(
+        largest.append(
             {
                 "target": target,
-                "before": _decode(text, max(0, target - _BEFORE), target),
+                "before": _decode(text, max(0, target - _TOKENS_BEFORE), target),
                 "text": _decode(text, target, target + 1),
-                "after": _decode(text, target + 1, target + 1 + _AFTER),
-                "nll_short": before,
-                "nll_long": after,
-                "gain": before - after,
+                "after": _decode(text, target + 1, target + 1 + _TOKENS_AFTER),
+                "nll_short": nll_short,
+                "nll_long": nll_long,
+                "gain": nll_short - nll_long,
             }
         )
-    return found
+    return largest
 
 
 def passage(
@@ -104,23 +105,28 @@ def passage(
     short: Float[np.ndarray, "M"],
     long: Float[np.ndarray, "M"],
 ) -> dict[str, Any]:
-    """A passage of consecutive targets, in pieces of whole characters, with each piece's losses."""
+    """Consecutive targets in pieces of whole characters, each with the sum of its losses."""
     pieces: list[dict[str, Any]] = []
-    waiting, before, after = b"", 0.0, 0.0
-    for number, target in enumerate(targets):
-        waiting += text.tokenizer.byte_strings[text.tokens[target]]
-        before, after = before + float(short[number]), after + float(long[number])
+    pending, nll_short, nll_long = b"", 0.0, 0.0
+    for index, target in enumerate(targets):
+        pending += text.tokenizer.byte_strings[text.tokens[target]]
+        nll_short, nll_long = nll_short + float(short[index]), nll_long + float(long[index])
         try:
-            shown = waiting.decode()
+            piece = pending.decode()
         except UnicodeDecodeError as error:
-            if error.reason == "unexpected end of data" and number + 1 < len(targets):
+            if error.reason == "unexpected end of data" and index + 1 < len(targets):
                 continue
-            # What a passage that begins inside a character leaves of it.
-            shown = waiting.decode(errors="replace")
+            # The passage begins or ends inside a character.
+            piece = pending.decode(errors="replace")
         pieces.append(
-            {"text": shown, "gain": before - after, "nll_short": before, "nll_long": after}
+            {
+                "text": piece,
+                "gain": nll_short - nll_long,
+                "nll_short": nll_short,
+                "nll_long": nll_long,
+            }
         )
-        waiting, before, after = b"", 0.0, 0.0
+        pending, nll_short, nll_long = b"", 0.0, 0.0
     return {"first": int(targets[0]), "pieces": pieces}
 
 

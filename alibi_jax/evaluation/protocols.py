@@ -1,24 +1,85 @@
-"""Which windows are laid over a text, and so how much context each target has."""
+"""Evaluation protocols: how windows cover a text, and so how much context each target has.
+
+`PROTOCOLS` has one record per protocol. A new protocol is one function that makes its windows and
+one record in that table.
+"""
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from alibi_jax.data.windows import EvaluationWindows, evaluation_windows, fixed_context_windows
 from alibi_jax.evaluation.eval_text import EvaluationText, Sample
 
-NAMES = ("nonoverlapping", "sliding:STRIDE", "fixed")
+
+@dataclasses.dataclass(frozen=True)
+class ProtocolRecord:
+    """What defines a protocol.
+
+    `make_windows(text, sample, length, stride, bos)` returns the windows of one length; `stride` is
+    `Protocol.stride_at(length)`, and `bos` replaces the first input of each window unless it is
+    None.
+    """
+
+    # As in `--protocols` and results.json.
+    name: str
+    # One line for the command line's help.
+    description: str
+    make_windows: Callable[[EvaluationText, Sample, int, int, int | None], EvaluationWindows]
+    # Whether the user gives the stride, as in sliding:64.
+    takes_stride: bool = False
+    # Whether the targets are the sample; otherwise every target of the text is scored.
+    scores_sample: bool = False
+
+    @property
+    def syntax(self) -> str:
+        """How `--protocols` names the protocol."""
+        return f"{self.name}:STRIDE" if self.takes_stride else self.name
+
+
+def _windows_over_text(
+    text: EvaluationText, sample: Sample, length: int, stride: int, bos: int | None
+) -> EvaluationWindows:
+    return evaluation_windows(text.bounds, length, stride, bos)
+
+
+def _windows_of_sample(
+    text: EvaluationText, sample: Sample, length: int, stride: int, bos: int | None
+) -> EvaluationWindows:
+    if length > sample.max_context:
+        raise ValueError(
+            f"too few targets to sample with {length} tokens of context: the sample is drawn from "
+            f"the whole windows of {length} tokens after the first window of each text"
+        )
+    return fixed_context_windows(sample.targets, length, bos)
+
+
+NONOVERLAPPING = ProtocolRecord(
+    "nonoverlapping",
+    "windows do not overlap; their targets have 1, 2, ..., L tokens of context",
+    _windows_over_text,
+)
+SLIDING = ProtocolRecord(
+    "sliding",
+    "windows start every STRIDE tokens; after the first window of a text, a window scores only its "
+    "last STRIDE targets, each with at least L - STRIDE + 1 tokens of context",
+    _windows_over_text,
+    takes_stride=True,
+)
+FIXED = ProtocolRecord(
+    "fixed",
+    "a sample of targets, the same at every length, each with exactly L tokens of context",
+    _windows_of_sample,
+    scores_sample=True,
+)
+PROTOCOLS = {record.name: record for record in (NONOVERLAPPING, SLIDING, FIXED)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How windows of a length are laid over a text.
+    """A protocol of `PROTOCOLS` by name, with its stride if it takes one.
 
-    `nonoverlapping`: each window's targets have 1, 2, ..., L tokens of context; the paper's
-    main tables. `sliding`: windows move by `stride`, and past a text's first only their last
-    `stride` targets count, each with at least L - stride + 1 tokens of context; stride 1 is
-    the paper's Appendix B. `fixed`: a sample of targets, the same at each length, each with
-    exactly L tokens of context.
+    The paper's main tables (Press et al. 2021) use `nonoverlapping`; its appendix B uses `sliding`
+    with stride 1.
     """
 
     name: str
@@ -27,69 +88,58 @@ class Protocol:
     def __str__(self) -> str:
         return self.name if self.stride is None else f"{self.name}:{self.stride}"
 
+    @property
+    def record(self) -> ProtocolRecord:
+        """The entry of `PROTOCOLS`; KeyError for an unknown name."""
+        return PROTOCOLS[self.name]
+
     def stride_at(self, length: int) -> int:
-        """Targets that a window scores, outside a text's first."""
-        return {"nonoverlapping": length, "fixed": 1}.get(self.name) or self.stride or length
+        """The number of targets that each window scores past the first window of a text."""
+        if self.record.scores_sample:
+            return 1
+        return length if self.stride is None else self.stride
 
     def windows(
         self, text: EvaluationText, length: int, sample: Sample, bos: int | None
     ) -> EvaluationWindows:
-        """The windows; `sample` is of `fixed`. Raises ValueError where there are none."""
-        if length > text.longest:
+        """The windows of `length` tokens. Raises ValueError where the text has none."""
+        if length > text.max_context:
             raise ValueError(
-                f"no text of the split has more than {text.longest} targets, fewer than one window"
+                f"the longest text of the split has {text.max_context} targets, fewer than one "
+                f"window of {length} tokens"
             )
-        if self.name == "fixed":
-            if length > sample.longest:
-                raise ValueError(
-                    f"too few targets of the split stand in whole windows of {length} tokens after "
-                    "a text's first, from which those of fixed context are drawn"
-                )
-            return fixed_context_windows(sample.targets, length, bos)
-        return evaluation_windows(text.bounds, length, self.stride_at(length), bos)
+        return self.record.make_windows(text, sample, length, self.stride_at(length), bos)
 
 
 def parse_protocols(text: str) -> tuple[Protocol, ...]:
-    """From "nonoverlapping,sliding:64,fixed". Raises ValueError that names what is wrong."""
+    """Parses "nonoverlapping,sliding:64,fixed". Raises ValueError, which names the wrong part."""
     protocols = []
     for part in text.split(","):
         name, _, stride = part.strip().partition(":")
-        if name in ("nonoverlapping", "fixed") and not stride:
+        record = PROTOCOLS.get(name)
+        if record is not None and not record.takes_stride and not stride:
             protocols.append(Protocol(name))
-        elif name == "sliding" and stride.isdecimal() and int(stride) > 0:
+        elif record is not None and record.takes_stride and _is_positive(stride):
             protocols.append(Protocol(name, int(stride)))
         else:
+            syntaxes = ", ".join(record.syntax for record in PROTOCOLS.values())
             raise ValueError(
-                f"--protocols={text}: {part!r} is not one; give any of {', '.join(NAMES)}, with "
-                "commas between"
+                f"--protocols={text}: {part!r} is not a protocol; give one or several of "
+                f"{syntaxes}, separated by commas"
             )
     return tuple(dict.fromkeys(protocols))
 
 
-def parse_lengths(text: str, train_length: int, flag: str = "lengths") -> list[int]:
-    """From "512,1024", or multiples of the training length as "1x,2x,0.5x"."""
-    lengths = []
-    for part in text.split(","):
-        part = part.strip()
-        try:
-            value = float(part[:-1]) * train_length if part.endswith("x") else int(part)
-        except ValueError:
-            value = 0
-        if not 1 <= value < math.inf or value != int(value):
-            raise ValueError(
-                f"--{flag}={text}: {part!r} is not a length of at least 1 token; give numbers "
-                f"as 512,1024 or multiples of the training length {train_length} as 1x,2x"
-            )
-        lengths.append(int(value))
-    return list(dict.fromkeys(lengths))
+def _is_positive(number: str) -> bool:
+    return number.isdecimal() and int(number) > 0
 
 
 def check_strides(protocols: Sequence[Protocol], lengths: Sequence[int]) -> None:
-    """Raises ValueError where a stride would jump over targets."""
+    """Raises ValueError where a stride is larger than a length, since it would skip targets."""
     for protocol in protocols:
         for length in lengths:
             if protocol.stride is not None and protocol.stride > length:
                 raise ValueError(
-                    f"--protocols={protocol} with length {length}: a stride over the window's "
-                    f"length would skip targets; give at most {min(lengths)}"
+                    f"--protocols={protocol} with length {length}: a stride larger than the window "
+                    f"would skip targets; give at most {min(lengths)}"
                 )

@@ -1,6 +1,6 @@
-"""Longer inputs than a model was trained on, without training: which positions for which length.
+"""Rescaled positions: how a trained model reads inputs longer than its training length.
 
-Nothing is carried from one length to the next: a factor is a function of the length asked for.
+No length affects another one: a factor is a function of the evaluation length alone.
 """
 
 import dataclasses
@@ -14,11 +14,12 @@ NAMES = (*RESCALINGS, "dynamic_ntk")
 
 @dataclasses.dataclass(frozen=True)
 class Rescaling:
-    """One of `NAMES` and its factor; by default the length over the training length.
+    """A rescaling, one of `NAMES`, and its factor.
 
-    `linear`: positions are divided by the factor, ALiBi's slopes too (arXiv 2306.15595,
-    2310.13017). `ntk`, `yarn`: arXiv 2309.00071. `dynamic_ntk`: `ntk` by a factor that grows with
-    the length from 1 at the training length; its own factor says how fast.
+    The default factor is the evaluation length divided by the training length. `linear` divides
+    positions, or ALiBi's slopes, by the factor (arXiv 2306.15595, 2310.13017). `ntk` and `yarn` are
+    those of arXiv 2309.00071. `dynamic_ntk` is `ntk` with a factor that grows with the length, from
+    1 at the training length; the factor given here sets how fast it grows.
     """
 
     name: str = "none"
@@ -28,15 +29,15 @@ class Rescaling:
         return self.name if self.factor is None else f"{self.name}:{self.factor:g}"
 
     def applies_to(self, config: Config) -> bool:
-        """Whether any of the model's position methods can be rescaled so."""
+        """Whether the rescaling is defined for one of the model's position methods."""
         kind = "ntk" if self.name == "dynamic_ntk" else self.name
         return bool(set(config.model.positions) & set(RESCALINGS[kind]))
 
     def factor_at(self, config: Config, length: int) -> float:
-        """The factor in force for inputs of that length.
+        """The factor for inputs of that length.
 
-        One that follows the length is 1 up to the training length; `none` leaves what the model
-        was trained with.
+        A factor that depends on the length is 1 up to the training length. `none` keeps the factor
+        that the model was trained with.
         """
         if self.name == "none":
             return config.model.rescaling_factor
@@ -45,17 +46,17 @@ class Rescaling:
         return max(1.0, length / config.train.length) if self.factor is None else self.factor
 
     def at(self, config: Config, length: int) -> Config:
-        """The configuration of the same parameters for inputs of that length.
+        """The configuration that applies the rescaling at that length to the same parameters.
 
-        Raises ConfigError for a model that can't be rescaled so, or is already.
+        Raises ConfigError where the rescaling is not defined for the model, or where the model was
+        trained with one.
         """
         if self.name == "none":
             return config
         if config.model.rescaling != "none":
             raise ConfigError(
                 f"rescaling={self}: the model was trained with model.rescaling="
-                f"{config.model.rescaling!r} already, and has the positions that it learned; "
-                "give none"
+                f"{config.model.rescaling!r} already and keeps those positions; give none"
             )
         model = dataclasses.replace(
             config.model,
@@ -71,7 +72,7 @@ UNSCALED = Rescaling()
 
 
 def parse_rescalings(text: str) -> list[Rescaling]:
-    """From "none,linear,yarn:8". Raises ValueError that names what is wrong."""
+    """Parses "none,linear,yarn:8". Raises ValueError, which names the wrong part."""
     rescalings = []
     for part in dict.fromkeys(text.split(",")):
         name, colon, factor = part.strip().partition(":")
@@ -81,9 +82,9 @@ def parse_rescalings(text: str) -> list[Rescaling]:
             value = 0.0
         if name not in NAMES or (name == "none" and colon) or not 1 <= value < math.inf:
             raise ValueError(
-                f"--rescalings={text}: {part!r} is not one; give any of {', '.join(NAMES)}, as "
-                "linear for the length over the training length or linear:8 for a factor, of at "
-                "least 1"
+                f"--rescalings={text}: {part!r} is not a rescaling; give one or several of "
+                f"{', '.join(NAMES)}, separated by commas: linear for the evaluation length "
+                "divided by the training length, linear:8 for a factor of at least 1"
             )
         rescalings.append(Rescaling(name, value if colon else None))
     return rescalings

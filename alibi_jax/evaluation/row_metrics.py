@@ -1,29 +1,33 @@
-"""From losses one by one to the numbers of a row: units, contexts, intervals, position curve."""
+"""The numbers of a row of results, from its losses: units, contexts, interval, position curve."""
 
 import math
 from typing import Any
 
 import numpy as np
 
-from alibi_jax.evaluation.bootstrap import clusters
+from alibi_jax.evaluation.bootstrap import make_clusters
 from alibi_jax.evaluation.eval_text import EvaluationText
+from alibi_jax.evaluation.protocols import NONOVERLAPPING, SLIDING
 from alibi_jax.evaluation.scoring import Scores
 
-# Nats whose perplexity a float64, and so the results' JSON, still holds.
-_LARGEST_NLL = 700.0
+# The perplexity of a larger loss, in nats, overflows float64, and JSON with it.
+_MAX_NLL = 700.0
 
 
-def numbers(scores: Scores, text: EvaluationText, seed: int, *, sampled: bool) -> dict[str, Any]:
-    """What a row says of its targets: sums and counts, each divided once, in float64.
+def loss_metrics(
+    scores: Scores, text: EvaluationText, seed: int, *, sampled: bool
+) -> dict[str, Any]:
+    """The mean loss of a row's targets in several units, with counts, contexts and times.
 
-    Of `sampled` targets there is no loss a word: words are not sampled whole. Raises ValueError
-    where the losses are no numbers, or none that could be written down.
+    Sums are float64 and divided once. A row of `sampled` targets has no perplexity per word, since
+    words are not sampled whole. Raises ValueError where the mean loss is NaN or its perplexity
+    overflows.
     """
     total, mean = scores.total_nll, scores.mean_nll
-    if not mean < _LARGEST_NLL:
-        raise ValueError(f"the mean loss is {mean} nats: the model's numbers ran away")
-    groups = clusters(scores.targets, text.starts, seed)
-    estimate = groups.estimate(scores.nll)
+    if not mean < _MAX_NLL:
+        raise ValueError(f"the mean loss is {mean} nats: the model's outputs diverged")
+    clusters = make_clusters(scores.targets, text.document_starts, seed)
+    estimate = clusters.estimate(scores.nll)
     words = int(text.words[scores.targets].sum(dtype=np.int64))
     num_bytes = int(text.num_bytes[scores.targets].sum(dtype=np.int64))
     return {
@@ -39,19 +43,19 @@ def numbers(scores: Scores, text: EvaluationText, seed: int, *, sampled: bool) -
         "smallest_context": int(scores.contexts.min()),
         "mean_context": float(scores.contexts.mean()),
         "largest_context": int(scores.contexts.max()),
-        "resampled": str(groups),
+        "resampled": str(clusters),
         "seconds": None if scores.resumed else scores.seconds,
         "compile_seconds": scores.compile_seconds,
     }
 
 
 def _perplexity(total: float, count: int) -> float | None:
-    """Exp(total / count), None where there is none or it would not be finite."""
-    return math.exp(total / count) if count and total / count < _LARGEST_NLL else None
+    """Returns exp(total / count), or None where `count` is 0 or the result overflows."""
+    return math.exp(total / count) if count and total / count < _MAX_NLL else None
 
 
 def position_curve(scores: Scores) -> list[dict[str, Any]]:
-    """Mean loss by context in bins 1, 2, 3-4, 5-8, ...: where in the window the loss falls."""
+    """The mean loss by context, in bins of 1, 2, 3-4, 5-8, ... tokens; empty bins are left out."""
     nll, targets = scores.by_context(scores.nll), scores.by_context()
     curve, start = [], 0
     while start < len(nll):
@@ -70,24 +74,25 @@ def position_curve(scores: Scores) -> list[dict[str, Any]]:
     return curve
 
 
-def early_token(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What short contexts at the start of each window cost, in nats, by length.
+def early_token_costs(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The cost of short contexts at the start of each window, in nats, by length.
 
-    The loss in non-overlapping windows less that in sliding ones of the smallest stride
-    measured (Press et al. 2021, Appendix B: the early token curse); empty without both.
+    The cost is the loss in non-overlapping windows minus the loss in sliding windows of the
+    smallest stride measured (Press et al. 2021, appendix B: the early token curse). A length
+    without both rows is left out.
     """
-    cost: dict[str, Any] = {}
+    costs: dict[str, Any] = {}
     scored = [row for row in rows if "nll" in row]
     for row in scored:
         sliding = [
             other
             for other in scored
-            if other["protocol"] == "sliding" and other["length"] == row["length"]
+            if other["protocol"] == SLIDING.name and other["length"] == row["length"]
         ]
-        if row["protocol"] == "nonoverlapping" and sliding:
-            finest = min(sliding, key=lambda other: other["stride"])
-            cost[str(row["length"])] = {
-                "nats": row["nll"] - finest["nll"],
-                "stride": finest["stride"],
+        if row["protocol"] == NONOVERLAPPING.name and sliding:
+            smallest_stride = min(sliding, key=lambda other: other["stride"])
+            costs[str(row["length"])] = {
+                "nats": row["nll"] - smallest_stride["nll"],
+                "stride": smallest_stride["stride"],
             }
-    return cost
+    return costs

@@ -1,4 +1,4 @@
-"""Trained runs, loaded to be evaluated."""
+"""Trained runs, loaded for evaluation."""
 
 import dataclasses
 import glob
@@ -18,7 +18,7 @@ from alibi_jax.model import abstract_model, check_model_fits
 
 @dataclasses.dataclass
 class Run:
-    """A trained model ready to be scored."""
+    """A trained model, with its parameters on the devices."""
 
     workdir: pathlib.Path
     metadata: Metadata
@@ -27,14 +27,15 @@ class Run:
     graphdef: Any
     params: Any
     mesh: jax.sharding.Mesh
-    # When its checkpoint was written, in ns: another in its place is another run.
-    saved: int
+    # When the checkpoint was written, in ns: it tells a replaced checkpoint from this one.
+    saved_ns: int
 
 
 def find_workdirs(patterns: list[str]) -> list[pathlib.Path]:
-    """The folders named, each once; of a pattern as runs/* those that hold checkpoints.
+    """The folders that names and patterns such as runs/* give, each folder once.
 
-    Raises ValueError where there is none.
+    A pattern gives the folders that hold checkpoints. Raises ValueError where a pattern gives none,
+    or where `patterns` is empty.
     """
     if not patterns:
         raise ValueError("--workdir is missing: name the folder that train.py wrote")
@@ -55,29 +56,29 @@ def find_workdirs(patterns: list[str]) -> list[pathlib.Path]:
 
 
 def load_run(workdir: pathlib.Path, step: int | None = None, mesh: Mesh | None = None) -> Run:
-    """The parameters of a checkpoint (default: the latest) on all devices; nothing else of it.
+    """Loads the parameters of a checkpoint (default: the latest) and no other state.
 
-    By default each device has all of them, and its share of the windows.
+    By default each device holds all parameters and scores its share of the windows.
 
     Raises:
-        CheckpointError: where there is no such checkpoint, or it does not fit its configuration.
-        ConfigError: where the model does not split evenly over the mesh.
-        ValueError: where the text is no longer the one that it was trained on.
+        CheckpointError: where the checkpoint does not exist or does not fit its configuration.
+        ConfigError: where the model does not divide evenly over the mesh.
+        ValueError: where the training text has changed since training.
     """
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.check_step(step)
         metadata = checkpoints.metadata(step)
         config = from_dict(metadata.config)
         tokenizer = tokenizers.from_dict(metadata.tokenizer)
-        placed = sharding.make_mesh(**dataclasses.asdict(mesh or Mesh()))
-        check_model_fits(config.model, placed)
-        graphdef, abstract = abstract_model(config, metadata.vocab_size, placed)
+        device_mesh = sharding.make_mesh(mesh)
+        check_model_fits(config.model, device_mesh)
+        graphdef, abstract = abstract_model(config, metadata.vocab_size, device_mesh)
         params = checkpoints.restore(step, params=abstract)["params"]
-    # A folder that has changed may have moved documents from one split to another.
+    # A changed folder of text may have moved documents from one split to another.
     if open_documents(config.data, "train").fingerprint != metadata.text:
         raise ValueError(
             f"{workdir} was trained on another text than data.dataset="
-            f"{config.data.dataset!r} now gives: restore that text"
+            f"{config.data.dataset!r} now gives: restore the training text"
         )
-    saved = (workdir / "checkpoints" / str(step)).stat().st_mtime_ns
-    return Run(workdir, metadata, config, tokenizer, graphdef, params, placed, saved)
+    saved_ns = (workdir / "checkpoints" / str(step)).stat().st_mtime_ns
+    return Run(workdir, metadata, config, tokenizer, graphdef, params, device_mesh, saved_ns)

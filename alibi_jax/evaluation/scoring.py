@@ -1,4 +1,4 @@
-"""Losses of the targets of windows over a token stream, one by one, on all devices."""
+"""The loss of each target of windows over a token stream, computed on all devices."""
 
 import dataclasses
 import time
@@ -14,15 +14,16 @@ from alibi_jax.data.windows import EvaluationWindows
 from alibi_jax.distributed import memory, sharding
 from alibi_jax.progress import Progress
 
-# Seconds between two times that unfinished work is kept.
-_KEEP_EVERY = 30.0
+# Seconds between two saves of unfinished work.
+_SAVE_EVERY = 30.0
 
 
 @dataclasses.dataclass
 class Scores:
-    """The loss of each target, in nats; which one it is in the stream; how many tokens it saw.
+    """For each target the loss in nats, the index in the stream and the context in tokens.
 
-    `seconds` are of what was scored now, which is not all of it where losses were there already.
+    `seconds` excludes compilation. `resumed`: some losses were saved by an earlier process, so
+    `seconds` covers only the others.
     """
 
     nll: Float32[np.ndarray, "M"]
@@ -34,24 +35,25 @@ class Scores:
 
     @property
     def total_nll(self) -> float:
-        """Nats of all targets together, summed in float64."""
+        """The sum of the losses in nats, in float64."""
         return float(self.nll.sum(dtype=np.float64))
 
     @property
     def mean_nll(self) -> float:
-        """Nats a target: the one division."""
+        """The mean loss in nats per target; the only division."""
         return self.total_nll / len(self.nll)
 
     def by_context(self, values: Any = 1.0) -> Float64[np.ndarray, "L"]:
-        """Sums of `values` of the targets (default: their number) that see 1, 2, ... tokens."""
+        """The sum of `values` (default: the count) of targets with 1, 2, ... tokens of context."""
         weights = np.broadcast_to(np.asarray(values, np.float64), self.nll.shape)
         return np.bincount(self.contexts - 1, weights)
 
 
 class Scorer:
-    """Scores windows under one model, on all devices; one compilation a shape.
+    """Scores windows under one model, on all devices; compiles once per shape.
 
-    `batch_tokens` is B·T for every length, as far as whole windows and the devices allow.
+    A batch has `batch_tokens` = B·T tokens at every length, as far as whole windows and the number
+    of devices allow.
     """
 
     def __init__(self, graphdef: Any, mesh: jax.sharding.Mesh, batch_tokens: int):
@@ -66,11 +68,11 @@ class Scorer:
             hidden = model.hidden_states(inputs, last=targets.shape[1])
             return model.token_nll(hidden, targets)
 
-        # Replicated, so that every process holds all the numbers and adds them up alike.
+        # Replicated, so that every process holds all losses and computes the same sums.
         self._nll = jax.jit(nll, out_shardings=sharding.named_sharding(mesh))
 
     def batch_size(self, num_windows: int, length: int) -> int:
-        """Windows a batch: a multiple of the devices that share it."""
+        """The number of windows per batch: a multiple of the number of devices that share it."""
         fitting = max(1, self.batch_tokens // (length * self._rows))
         return min(fitting, -(-num_windows // self._rows)) * self._rows
 
@@ -80,23 +82,26 @@ class Scorer:
         tokens: np.ndarray,
         windows: EvaluationWindows,
         description: str,
-        kept: Float32[np.ndarray, "M"] | None = None,
-        keep: Callable[[Float32[np.ndarray, "M"]], None] = lambda _: None,
-        stopping: Callable[[], bool] = lambda: False,
+        saved_losses: Float32[np.ndarray, "M"] | None = None,
+        save: Callable[[Float32[np.ndarray, "M"]], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> Scores:
         """Scores all windows over the stream `tokens`.
 
-        `keep` is called now and then, and where scoring is broken off, with the losses so far, NaN
-        where there is none yet. Given those as `kept`, scoring goes on from there. Raises
-        KeyboardInterrupt where `stopping`, asked after each batch, is true.
+        `save` is called about every 30 s, and when scoring is interrupted, with the losses so far;
+        a missing loss is NaN. Scoring continues from `saved_losses`. `should_stop` is called after
+        each batch; KeyboardInterrupt is raised once it returns true.
         """
         counts, offsets = windows.num_scored, windows.offsets
-        nll = np.full(counts.sum(), np.nan, np.float32) if kept is None else kept.copy()
+        if saved_losses is None:
+            nll = np.full(counts.sum(), np.nan, np.float32)
+        else:
+            nll = saved_losses.copy()
         missing = np.logical_or.reduceat(np.isnan(nll), offsets)
         resumed = not missing.all()
         scores = Scores(nll, windows.targets, windows.contexts, 0.0, 0.0, resumed)
         groups = {first: group[missing[group]] for first, group in windows.groups().items()}
-        last_kept = time.monotonic()
+        last_saved = time.monotonic()
         with Progress(
             sum(map(len, groups.values())),
             description,
@@ -106,15 +111,15 @@ class Scorer:
         ) as progress:
             try:
                 for first, group in groups.items():
-                    for done in self._group(params, tokens, windows, first, group, scores):
-                        progress.update(done)
-                        if stopping():
+                    for num_windows in self._group(params, tokens, windows, first, group, scores):
+                        progress.update(num_windows)
+                        if should_stop():
                             raise KeyboardInterrupt
-                        if time.monotonic() - last_kept > _KEEP_EVERY:
-                            keep(nll)
-                            last_kept = time.monotonic()
+                        if time.monotonic() - last_saved > _SAVE_EVERY:
+                            save(nll)
+                            last_saved = time.monotonic()
             except BaseException:
-                keep(nll)
+                save(nll)
                 raise
         return scores
 
@@ -127,44 +132,44 @@ class Scorer:
         group: np.ndarray,
         scores: Scores,
     ) -> Iterator[int]:
-        """Scores the windows `group` into `scores`; yields how many each batch had."""
+        """Scores the windows `group` into `scores`; yields the number of windows of each batch."""
         if not len(group):
             return
         offsets = windows.offsets
         batch_size = self.batch_size(len(group), windows.length)
         rows = sharding.addressable_rows(self._placement, batch_size)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         program = self.program(params, batch_size, windows.length, first_scored)
-        scores.compile_seconds += time.perf_counter() - begun
+        scores.compile_seconds += time.perf_counter() - started
 
         def collect(losses: jax.Array, indices: np.ndarray, scored: np.ndarray) -> int:
-            places = offsets[indices][:, None] + np.arange(scored.shape[1])
-            scores.nll[places[scored]] = np.asarray(losses)[scored]
+            positions = offsets[indices][:, None] + np.arange(scored.shape[1])
+            scores.nll[positions[scored]] = np.asarray(losses)[scored]
             return int((indices >= 0).sum())
 
-        begun = time.perf_counter()
+        started = time.perf_counter()
         pending = None
         for first in range(0, len(group), batch_size):
-            # Every process walks through all batches; past the last window are padding windows.
+            # Every process iterates over all batches. Index -1 is a padding window.
             indices = np.full(batch_size, -1)
-            part = group[first : first + batch_size]
-            indices[: len(part)] = part
+            batch_windows = group[first : first + batch_size]
+            indices[: len(batch_windows)] = batch_windows
             batch = windows.batch(tokens, indices, first_scored)
             inputs, targets = (
                 sharding.make_global_array(self._placement, batch[name][rows], batch_size)
                 for name in ("inputs", "targets")
             )
             losses = program(params, inputs, targets)
-            # Collected one batch late, so that the next one's work is under way meanwhile.
+            # Collected one batch late, so that the devices already work on the next batch.
             if pending is not None:
                 yield collect(*pending)
             pending = (losses, indices, batch["scored"])
         if pending is not None:
             yield collect(*pending)
-        scores.seconds += time.perf_counter() - begun
+        scores.seconds += time.perf_counter() - started
 
     def lowered(self, params: Any, batch_size: int, length: int, first_scored: int) -> Any:
-        """What scores batches of windows from that index on, not compiled yet."""
+        """The program for batches of windows scored from index `first_scored` on, not compiled."""
         inputs, targets = (
             jax.ShapeDtypeStruct((batch_size, n), np.int32, sharding=self._placement)
             for n in (length, length - first_scored)
@@ -173,9 +178,9 @@ class Scorer:
             return self._nll.lower(params, inputs, targets)
 
     def program(self, params: Any, batch_size: int, length: int, first_scored: int) -> Any:
-        """What scores batches of windows from that index on, compiled once.
+        """The program for batches of windows scored from index `first_scored` on, compiled once.
 
-        Raises ValueError where it needs more memory than there is.
+        Raises ValueError where the program needs more memory than is free.
         """
         shape = (batch_size, length, first_scored)
         if shape not in self._programs:
