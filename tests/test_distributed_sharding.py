@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from alibi_jax.config import Config, ConfigError, Mesh
 from alibi_jax.distributed.sharding import (
+    addressable_rows,
     axis_size,
     constrain,
     make_global_array,
-    addressable_rows,
     make_mesh,
-    named_sharding,
     moment_sharding,
+    named_sharding,
 )
 from alibi_jax.training.step import check_fits
 

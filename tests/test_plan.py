@@ -1,4 +1,4 @@
-"""Plans; test_tpu_compile.py has those for TPUs."""
+"""Plans for CPU devices; test_tpu_compile.py tests plans for TPUs."""
 
 import dataclasses
 import math
@@ -18,9 +18,10 @@ from alibi_jax.flops import step_flops
 from alibi_jax.plan import plan
 from alibi_jax.plan.costs import Roofline, bytes_on_device, roofline
 from alibi_jax.plan.hlo import Collective, by_kind, collectives
-from alibi_jax.plan.planner import _with, meshes_for, remedies
+from alibi_jax.plan.planner import _replace_values, memory_saving_changes
 from alibi_jax.plan.program import Program, compile_step
 from alibi_jax.plan.report import ranking, report
+from alibi_jax.plan.search import candidate_meshes
 from alibi_jax.plan.targets import DEVICES, Target
 from alibi_jax.training.step import Trainer
 
@@ -39,8 +40,8 @@ def config_of(length=64, batch_size=8, accumulation=1, **model):
 # FLOPs.
 
 
-def products(jaxpr):
-    """Multiplications and additions of a jaxpr's products, loops as often as they run."""
+def matmul_flops(jaxpr):
+    """FLOPs of all matrix products of a jaxpr; those in a loop count once per iteration."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -53,7 +54,7 @@ def products(jaxpr):
             list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
         ):
             if hasattr(parameter, "eqns"):
-                total += times * products(getattr(parameter, "jaxpr", parameter))
+                total += times * matmul_flops(getattr(parameter, "jaxpr", parameter))
     return total
 
 
@@ -67,8 +68,8 @@ def products(jaxpr):
     ],
     ids=str,
 )
-def test_flops_are_those_of_the_program(model):
-    """Dense attention computes all pairs, which are twice those counted, but for the diagonal."""
+def test_flops_agree_with_the_traced_program(model):
+    """Dense attention computes all pairs: twice the causal pairs, apart from the diagonal."""
     config = config_of(**model)
     trainer = Trainer(config, VOCAB, mesh_of(1, 1, 1, 1))
     tokens = jax.ShapeDtypeStruct((8, 64), jnp.int32)
@@ -80,33 +81,37 @@ def test_flops_are_those_of_the_program(model):
     jaxpr = jax.make_jaxpr(jax.grad(loss))(trainer.abstract_state.params, tokens)
     flops = step_flops(config, VOCAB)
     every_pair = flops.attention * 2 * 64 / 65
-    again = 0.0
+    recomputed = 0.0
     if config.model.remat == "full":
-        # Logits, which are in one chunk here, are not computed again; nor is what the last
-        # product of a layer gives, which no gradient needs.
+        # Two products are not recomputed: the logits, which are in one chunk here, and the last
+        # product of each layer, whose result no gradient needs.
         forward = (flops.products / 3 + every_pair / 3) - 2.0 * 512 * 64 * VOCAB
-        again = forward - 6 * 2.0 * 512 * 64 * 256
-    assert products(jaxpr.jaxpr) == pytest.approx(flops.products + every_pair + again, rel=0.01)
+        recomputed = forward - 6 * 2.0 * 512 * 64 * 256
+    assert matmul_flops(jaxpr.jaxpr) == pytest.approx(
+        flops.products + every_pair + recomputed, rel=0.01
+    )
 
 
 def test_flops_are_consistent():
     config = Config(model=LARGE, train=Train(length=1024, batch_size=512))
     flops, tokens = step_flops(config, 50_000), 512 * 1024
-    # As 6ND has it, with the tables counted once.
+    # 6ND, with the embedding table counted once.
     num_params = 25 * (4 * 2048**2 + 2 * 2048 * 8192) + 50_000 * 2048
     assert flops.products == pytest.approx(6 * num_params * tokens, rel=1e-9)
-    twice = _with(config, {"model.num_layers": 50})
+    twice = _replace_values(config, {"model.num_layers": 50})
     logits = 6 * 50_000 * 2048 * tokens
     doubled = step_flops(twice, 50_000)
     assert doubled.products - logits == pytest.approx(2 * (flops.products - logits))
     assert doubled.attention == pytest.approx(2 * flops.attention)
-    longer = step_flops(_with(config, {"train.length": 2048, "train.batch_size": 256}), 50_000)
+    longer = step_flops(
+        _replace_values(config, {"train.length": 2048, "train.batch_size": 256}), 50_000
+    )
     assert longer.attention == pytest.approx(2 * flops.attention, rel=1e-3)
     assert longer.products == flops.products
 
 
-def test_flops_of_an_adaptive_vocabulary_are_of_what_every_token_takes():
-    """The first band with a class for each other one, and the projections in and out."""
+def test_flops_of_an_adaptive_vocabulary_count_what_every_token_uses():
+    """The first band with a class for each other band, and the projections in and out."""
     config, tokens = config_of(adaptive_cutoffs="100,180"), 8 * 64
     layers = step_flops(config_of(), VOCAB).products - 6 * tokens * 64 * VOCAB
     widths = 64 + 16 + 4
@@ -155,7 +160,7 @@ def looped(times, function):
             ("reduce-scatter", 128, 4, 1),
         ),
         (
-            # Of a choice the branch for what is so.
+            # Only the branch for a true predicate counts.
             lambda x: jax.lax.cond(
                 jax.lax.psum(x[0, 0], ("data", "tensor")) > 0.0,
                 lambda x: jax.lax.ppermute(x, "tensor", [(0, 1)]),
@@ -172,104 +177,105 @@ def looped(times, function):
         ),
     ],
 )
-def test_collectives_are_read_as_often_as_they_run(function, out_spec, expected):
+def test_collectives_count_once_per_execution(function, out_spec, expected):
     text = compiled_text(function, jax.P(None, "tensor"), out_spec)
-    # Less what the condition of a choice takes.
-    assert [one for one in collectives(text) if one.size > 4] == [Collective(*expected)]
+    # Without the all-reduce of the predicate, which has 4 bytes.
+    found = [collective for collective in collectives(text) if collective.size > 4]
+    assert found == [Collective(*expected)]
 
 
-def test_exchanges_of_one_channel_are_not_one_exchange():
-    """Those of jax.shard_map all have the same."""
+def test_collectives_with_the_same_channel_count_separately():
+    """All collectives of jax.shard_map have the same channel."""
 
     def function(x):
         return jax.lax.psum(jnp.sin(jax.lax.psum(x, "tensor")), "tensor")
 
-    ((times, moved),) = by_kind(
+    ((times, bytes_sent),) = by_kind(
         collectives(compiled_text(function, jax.P(None, "tensor"), jax.P()))
     ).values()
-    assert (times, moved) == (2, 2 * 2 * 128 * 3 / 4)
+    assert (times, bytes_sent) == (2, 2 * 2 * 128 * 3 / 4)
 
 
-def test_bytes_that_a_ring_moves():
-    assert Collective("all-gather", 1600, 16, 1).moved == 1500
-    assert Collective("reduce-scatter", 1600, 16, 2).moved == 3000
-    assert Collective("all-reduce", 1600, 16, 1).moved == 3000
-    assert Collective("collective-permute", 1600, 2, 3).moved == 4800
-    every = [Collective("all-gather", 1600, 16, 2), Collective("all-gather", 800, 16, 1)]
-    assert by_kind(every) == {("all-gather", 16): (3, 3750.0)}
+def test_bytes_that_a_ring_sends():
+    assert Collective("all-gather", 1600, 16, 1).bytes_sent == 1500
+    assert Collective("reduce-scatter", 1600, 16, 2).bytes_sent == 3000
+    assert Collective("all-reduce", 1600, 16, 1).bytes_sent == 3000
+    assert Collective("collective-permute", 1600, 2, 3).bytes_sent == 4800
+    exchanges = [Collective("all-gather", 1600, 16, 2), Collective("all-gather", 800, 16, 1)]
+    assert by_kind(exchanges) == {("all-gather", 16): (3, 3750.0)}
 
 
-# A step.
+# A compiled step.
 
 
-def test_the_state_of_a_device_is_its_share():
+def test_each_device_holds_its_shard_of_the_state():
     config = config_of()
-    whole = compile_step(config, VOCAB, mesh_of(8, 1, 1, 1))
-    split = compile_step(config, VOCAB, mesh_of(1, 8, 1, 1))
+    replicated = compile_step(config, VOCAB, mesh_of(8, 1, 1, 1))
+    sharded = compile_step(config, VOCAB, mesh_of(1, 8, 1, 1))
     params = Trainer(config, VOCAB, mesh_of(1, 1, 1, 1)).abstract_state.params
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    assert whole.num_params == split.num_params == size
-    assert whole.parameters == 4 * size
+    assert replicated.num_params == sharded.num_params == size
+    assert replicated.parameter_bytes == 4 * size
     # AdamW's two moments and a count.
-    assert whole.optimizer == pytest.approx(2 * whole.parameters, abs=64)
-    # All but the vectors are split.
-    assert split.parameters == pytest.approx(whole.parameters / 8, rel=0.1)
-    assert split.optimizer == pytest.approx(whole.optimizer / 8, rel=0.1)
-    kinds = {one.kind for one in split.exchanges}
+    assert replicated.optimizer_bytes == pytest.approx(2 * replicated.parameter_bytes, abs=64)
+    # All but the vectors are sharded.
+    assert sharded.parameter_bytes == pytest.approx(replicated.parameter_bytes / 8, rel=0.1)
+    assert sharded.optimizer_bytes == pytest.approx(replicated.optimizer_bytes / 8, rel=0.1)
+    kinds = {collective.kind for collective in sharded.exchanges}
     assert "all-gather" in kinds
-    assert whole.temporaries > 0
-    assert whole.evaluation > 0
-    assert whole.activations == split.activations
+    assert replicated.temporary_bytes > 0
+    assert replicated.evaluation_bytes > 0
+    assert replicated.activation_bytes == sharded.activation_bytes
 
 
-def test_what_is_kept_for_the_backward_pass_grows_with_rows_and_falls_with_devices():
-    def kept(mesh=(1, 1, 1, 1), **changes):
+def test_activation_bytes_grow_with_rows_and_fall_with_devices():
+    def activation_bytes(mesh=(1, 1, 1, 1), **changes):
         config = config_of(**changes)
-        return compile_step(config, VOCAB, mesh_of(*mesh), evaluation=False).activations
+        return compile_step(config, VOCAB, mesh_of(*mesh), evaluation=False).activation_bytes
 
-    alone = kept()
-    assert kept(batch_size=16) == pytest.approx(2 * alone, rel=0.05)
-    assert kept(batch_size=16, accumulation=2) == pytest.approx(alone, rel=0.05)
-    # Keys are gathered from the other part of a sequence, and kept.
-    assert alone / 4 < kept(mesh=(2, 1, 2, 1)) < 1.1 * alone / 4
-    # A layer's input, float32.
+    alone = activation_bytes()
+    assert activation_bytes(batch_size=16) == pytest.approx(2 * alone, rel=0.05)
+    assert activation_bytes(batch_size=16, accumulation=2) == pytest.approx(alone, rel=0.05)
+    # Keys gathered from the other shard of the sequence are kept too.
+    assert alone / 4 < activation_bytes(mesh=(2, 1, 2, 1)) < 1.1 * alone / 4
+    # The float32 inputs of all layers.
     inputs = 6 * 8 * 64 * 64 * 4
-    assert inputs < kept(remat="full") < 3 * inputs < alone
+    assert inputs < activation_bytes(remat="full") < 3 * inputs < alone
 
 
-# What is made of it.
+# Estimates, reports and searches.
 
 
-def made_up(total_gib=4.0, refusal="", **mesh):
-    sizes = Mesh(**{"data": 4} | mesh)
-    size = int(total_gib * 2**30)
-    return Program(sizes, size // 4, size // 2, 1000, 10, size // 4, refusal)
+def made_up(peak_gib=4.0, refusal="", **mesh):
+    mesh = Mesh(**{"data": 4} | mesh)
+    size = int(peak_gib * 2**30)
+    return Program(mesh, size // 4, size // 2, 1000, 10, size // 4, refusal)
 
 
 def target_of(count=4):
     return Target("v5e:2x2", jax.devices()[:count], DEVICES["v5e"])
 
 
-def test_a_roofline_is_work_by_what_the_device_can_do():
+def test_a_roofline_is_work_divided_by_peaks():
     device = dataclasses.replace(DEVICES["v5e"], flops=1e12, bandwidth=1e9, link=1e8)
     config = Config(model=LARGE, train=Train(length=1024, batch_size=8))
     flops = step_flops(config, 1000)
     exchanges = [Collective("all-gather", 1600, 16, 1), Collective("all-reduce", 1600, 16, 1)]
     times = roofline(flops, 5e9, exchanges, 4, device)
-    assert times.compute == pytest.approx((flops.model + flops.again) / 4e12)
+    assert times.compute == pytest.approx((flops.model + flops.recomputed) / 4e12)
     assert times.memory == 5.0
     assert times.network == pytest.approx(4500 / 1e8)
-    each = dataclasses.astuple(times)
-    assert times.least == max(each)
-    assert times.most == pytest.approx(sum(each))
+    parts = dataclasses.astuple(times)
+    assert times.overlapped == max(parts)
+    assert times.sequential == pytest.approx(sum(parts))
 
 
-def test_a_report_says_what_is_estimated_and_what_does_not_fit():
+def test_a_report_marks_estimates_and_what_does_not_fit():
     config = config_of()
     text = report(config, VOCAB, target_of(), made_up(), Roofline(0.1, 0.2, 0.3))
     assert "fits: 25% of the 16 GiB of a TPU v5e" in text
     assert "ESTIMATE" in text
-    assert "all at the same time: 300.0 ms" in text
+    assert "all three at the same time: 300.0 ms" in text
     assert "one after the other: 600.0 ms" in text
     too_large = report(config, VOCAB, target_of(), made_up(20.0), Roofline(0.1, 0.2, 0.3))
     assert "DOES NOT FIT: 125%" in too_large
@@ -278,51 +284,51 @@ def test_a_report_says_what_is_estimated_and_what_does_not_fit():
     assert "ESTIMATE" not in refused
 
 
-def test_meshes_are_ranked_by_time_those_that_fit_first():
-    tried = [
+def test_fitting_meshes_are_ranked_first_and_by_time():
+    compiled = [
         (made_up(fsdp=1, data=4), Roofline(0.1, 0.1, 0.3)),
         (made_up(fsdp=2, data=2), Roofline(0.1, 0.1, 0.1)),
         (made_up(40.0, fsdp=4, data=1), Roofline(0.0, 0.0, 0.0)),
         (made_up(refusal="no room", tensor=4, data=1), None),
     ]
-    lines = ranking(target_of(), tried, 9).splitlines()
+    lines = ranking(target_of(), compiled, 9).splitlines()
     assert lines[0].startswith("4 of 9 meshes")
     assert [line.strip()[:15] for line in lines[2:4]] == ["data 2 x fsdp 2", "data 4 x fsdp 1"]
     assert all(line.endswith("does not fit") for line in lines[4:])
 
 
-def test_remedies_begin_with_the_cheapest():
+def test_memory_saving_changes_begin_with_the_cheapest():
     config = config_of(batch_size=32, remat="projections")
-    tried = [text for text, _ in remedies(config, made_up(refusal="no room"))]
-    remat, fewer = "--config.model.remat=full", "--config.train.accumulation="
-    assert tried[:4] == [remat, *(f"{remat} {fewer}{n}" for n in (2, 4, 8))]
+    tried = [text for text, _ in memory_saving_changes(config, made_up(refusal="no room"))]
+    remat, accumulation = "--config.model.remat=full", "--config.train.accumulation="
+    assert tried[:4] == [remat, *(f"{remat} {accumulation}{n}" for n in (2, 4, 8))]
     assert tried[4] == f"--config.mesh.data=1 --config.mesh.fsdp=4 {remat}"
-    for _, changed in remedies(config, made_up(refusal="no room")):
+    for _, changed in memory_saving_changes(config, made_up(refusal="no room")):
         changed.check()
         assert changed.train.batch_size == 32
 
 
-def test_meshes_to_try_divide_everything_and_the_likeliest_come_first():
-    found = meshes_for(config_of(batch_size=8), target_of(8))
+def test_candidate_meshes_divide_everything_and_the_most_promising_come_first():
+    found = candidate_meshes(config_of(batch_size=8), target_of(8))
     assert found[0] in (
         Mesh(data=4, fsdp=2, context=1, tensor=1),
         Mesh(data=2, fsdp=4, context=1, tensor=1),
     )
     assert all(math.prod(dataclasses.astuple(mesh)) == 8 for mesh in found)
-    # A sequence is split where there are too few rows, and only there.
+    # A sequence is sharded only where there are too few rows.
     assert all(mesh.context == 1 for mesh in found)
-    few = meshes_for(config_of(batch_size=2), target_of(8))
+    few = candidate_meshes(config_of(batch_size=2), target_of(8))
     assert any(mesh.context > 1 for mesh in few)
     # Twelve rows divide by four devices and not by eight.
-    twelve = meshes_for(config_of(batch_size=12), target_of(8))
+    twelve = candidate_meshes(config_of(batch_size=12), target_of(8))
     assert Mesh(data=2, fsdp=2, context=2, tensor=1) in twelve
     assert all(2 % (mesh.data * mesh.fsdp) == 0 for mesh in few)
-    # Nobody has eight of four heads.
+    # Four heads divide by at most four devices.
     assert all(mesh.tensor <= 4 for mesh in found + few)
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("target", "message"),
     [
         ("v5e", "--plan=v5e: give a TPU and the shape of a slice"),
         ("v9:2x2", "known: v4, v5e, v5p, v6e"),
@@ -333,9 +339,9 @@ def test_meshes_to_try_divide_everything_and_the_likeliest_come_first():
         ("v5e:2x2,faster", "only ,search can follow"),
     ],
 )
-def test_what_cannot_be_planned_for_is_said(asked, message):
+def test_invalid_requests_are_refused(target, message):
     with pytest.raises(ConfigError, match=message):
-        plan(Config(), asked)
+        plan(Config(), target)
 
 
 def test_bytes_on_a_device():
@@ -347,7 +353,7 @@ def test_bytes_on_a_device():
 
 
 def test_a_plan_on_the_command_line(tmp_path):
-    """Nothing is trained, no text read and nothing written."""
+    """It trains nothing, reads no text and writes no file."""
     program = pathlib.Path(__file__).parent.parent / "train.py"
     flags = ["--plan=cpu:4", "--config.mesh.fsdp=2", "--config.model.num_layers=6"]
     done = subprocess.run(
@@ -360,6 +366,6 @@ def test_a_plan_on_the_command_line(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("plan for cpu:4: data 2 x fsdp 2 x context 1 x tensor 1\n")
-    assert "what each device sends a step (read from the compiled program)" in done.stdout
+    assert "data that each device sends in a step" in done.stdout
     assert "all-gather         among    2" in done.stdout
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A run compiled ahead of time for devices that are not here."""
+"""Plans a run, by compiling it ahead of time for devices that need not be attached."""
 
 from alibi_jax.plan.planner import plan
 

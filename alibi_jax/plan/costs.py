@@ -1,4 +1,4 @@
-"""What a step moves, and how long it takes at best."""
+"""Memory traffic of a training step, and a roofline estimate of its time."""
 
 import dataclasses
 from typing import Any
@@ -43,36 +43,39 @@ def step_bytes(
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds a step: of products at the peak, of memory, and of each axis of the network."""
+    """Seconds of a step in computation, in memory traffic and on the network, each at its peak."""
 
     compute: float
     memory: float
     network: float
 
     @property
-    def least(self) -> float:
-        """All three at the same time."""
+    def overlapped(self) -> float:
+        """Seconds of a step in which all three overlap completely."""
         return max(self.compute, self.memory, self.network)
 
     @property
-    def most(self) -> float:
-        """One after the other, each at its peak."""
+    def sequential(self) -> float:
+        """Seconds of a step in which the three run one after the other."""
         return self.compute + self.memory + self.network
 
 
 def roofline(
     flops: Flops, num_bytes: float, exchanges: list[Collective], mesh_size: int, device: Device
 ) -> Roofline:
-    """How long each part of a step takes on such devices at their peaks."""
+    """The roofline of a step on `mesh_size` devices.
+
+    `num_bytes` is the memory traffic of each device, and `exchanges` are the collectives of a step.
+    """
     return Roofline(
-        (flops.model + flops.again) / mesh_size / device.flops,
+        (flops.model + flops.recomputed) / mesh_size / device.flops,
         num_bytes / device.bandwidth,
-        sum(one.moved for one in exchanges) / device.link,
+        sum(collective.bytes_sent for collective in exchanges) / device.link,
     )
 
 
 def bytes_on_device(tree: Any) -> int:
-    """Of placed arrays, or their ShapeDtypeStructs, what one device holds."""
+    """Bytes that one device holds of a tree of sharded arrays or ShapeDtypeStructs."""
     return sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

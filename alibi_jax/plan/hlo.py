@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its text."""
+"""The collectives of a compiled program, read from the text of its HLO."""
 
 import collections
 import dataclasses
@@ -12,9 +12,9 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One kind of exchange: `size` bytes in the larger of what goes in and comes out of a device.
+    """A collective among `group` devices that runs `times` times in a step.
 
-    Among `group` devices, `times` a step.
+    `size` is the larger of its input and its output on one device, in bytes.
     """
 
     kind: str
@@ -23,8 +23,11 @@ class Collective:
     times: int
 
     @property
-    def moved(self) -> float:
-        """Bytes that each device sends a step, by rings: an all-reduce goes round twice."""
+    def bytes_sent(self) -> float:
+        """Bytes that each device sends in a step, with ring algorithms.
+
+        An all-reduce goes round the ring twice: as a reduce-scatter and as an all-gather.
+        """
         if self.kind == "collective-permute":
             return float(self.times * self.size)
         rounds = 2 if self.kind == "all-reduce" else 1
@@ -32,44 +35,50 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """The collectives of an optimised program, those in loops as often as the loops run.
+    """The collectives of an optimised program; those in a loop count once per iteration.
 
-    A loop whose condition has no number counts once; of a choice the last branch counts, which is
-    that of `jax.lax.cond` whose condition holds.
+    A loop whose number of iterations is unknown counts once. Of a conditional only the last branch
+    counts, which in `jax.lax.cond` is the branch for a true predicate.
     """
     computations = _computations(text)
     counts = _executions(computations)
     found = []
     for name, lines in computations.items():
-        # XLA for TPUs cuts an exchange up, to compute beside it: what it begins with counts.
+        # XLA for TPUs splits an asynchronous collective over several computations, to overlap it
+        # with other work. Only its start counts.
         if not counts[name] or name.startswith("async_collective_fusion"):
             continue
         for line in lines:
-            one = re.search(rf"= (.*?) ({'|'.join(_KINDS)})(?:-start)?\(", line)
-            group = _group(line)
-            if one is None or group == 1:
+            match = re.search(rf"= (.*?) ({'|'.join(_KINDS)})(?:-start)?\(", line)
+            group = _group_size(line)
+            if match is None or group == 1:
                 continue
-            shape, kind = one.groups()
-            size = _size(shape, one.group(0))
+            shape, kind = match.groups()
+            size = _result_bytes(shape, match.group(0))
             if kind == "reduce-scatter":
                 size *= group
             elif name.startswith("all-reduce-scatter"):
-                # As XLA for TPUs may write it: an all-reduce of which a part is kept.
+                # XLA for TPUs may write a reduce-scatter as an all-reduce whose result it slices.
                 kind = "reduce-scatter"
             found.append(Collective(kind, size, group, counts[name]))
     return found
 
 
-def by_kind(every: list[Collective]) -> dict[tuple[str, int], tuple[int, float]]:
-    """(times a step, bytes that each device sends) of each kind and number of devices."""
+def by_kind(exchanges: list[Collective]) -> dict[tuple[str, int], tuple[int, float]]:
+    """Sums over collectives of the same kind and group size, most bytes first.
+
+    Maps (kind, group size) to (times in a step, bytes that each device sends in a step).
+    """
     sums: dict[tuple[str, int], tuple[int, float]] = collections.defaultdict(lambda: (0, 0.0))
-    for one in every:
-        times, moved = sums[one.kind, one.group]
-        sums[one.kind, one.group] = times + one.times, moved + one.moved
+    for collective in exchanges:
+        key = collective.kind, collective.group
+        times, num_bytes = sums[key]
+        sums[key] = times + collective.times, num_bytes + collective.bytes_sent
     return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
 
 
 def _computations(text: str) -> dict[str, list[str]]:
+    """The lines of each computation by its name; the name of the entry computation is empty."""
     computations: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -84,7 +93,7 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _executions(computations: dict[str, list[str]]) -> dict[str, int]:
-    """How often each computation runs; the entry, whose name is empty, once."""
+    """How often each computation runs in one execution of the entry computation."""
     callers: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     for name, lines in computations.items():
         for line in lines:
@@ -92,15 +101,17 @@ def _executions(computations: dict[str, list[str]]) -> dict[str, int]:
             if loop:
                 condition, body = loop.groups()
                 known = re.search(r"known_trip_count[^0-9]*(\d+)", line)
-                times = int(known.group(1)) if known else _trips(computations.get(condition, []))
+                times = (
+                    int(known.group(1)) if known else _trip_count(computations.get(condition, []))
+                )
                 callers[body].append((name, times))
                 continue
             if re.match(r"\s*(ROOT )?%?async-collective-done", line):
                 continue
-            listed = re.findall(r"branch_computations=\{([^}]*)\}", line)
-            called = re.findall(r"(?:calls|to_apply|true_computation)=%?([\w.\-]+)", line)
-            called += [each.split(",")[-1].strip(" %") for each in listed]
-            for callee in called:
+            branches = re.findall(r"branch_computations=\{([^}]*)\}", line)
+            callees = re.findall(r"(?:calls|to_apply|true_computation)=%?([\w.\-]+)", line)
+            callees += [names.split(",")[-1].strip(" %") for names in branches]
+            for callee in callees:
                 callers[callee].append((name, 1))
 
     @functools.cache
@@ -112,30 +123,35 @@ def _executions(computations: dict[str, list[str]]) -> dict[str, int]:
     return {name: count(name) for name in computations}
 
 
-def _trips(condition: list[str]) -> int:
-    """Of a loop that counts from 0 and ends at a number."""
-    compared = [line for line in condition if "compare(" in line and "direction=LT" in line]
-    numbers = [
-        int(n) for line in condition for n in re.findall(r"s32\[\][^=]*constant\((\d+)\)", line)
+def _trip_count(condition: list[str]) -> int:
+    """The iterations of a loop that counts from 0 to a constant; 1 for any other loop."""
+    comparisons = [line for line in condition if "compare(" in line and "direction=LT" in line]
+    limits = [
+        int(limit)
+        for line in condition
+        for limit in re.findall(r"s32\[\][^=]*constant\((\d+)\)", line)
     ]
-    return numbers[0] if len(compared) == 1 and len(numbers) == 1 else 1
+    return limits[0] if len(comparisons) == 1 and len(limits) == 1 else 1
 
 
 def _dims(dims: str) -> list[int]:
     return [int(dim) for dim in dims.split(",") if dim]
 
 
-def _size(shape: str, instruction: str) -> int:
-    """Bytes of a result; of a start the last of what it holds, of any other all together."""
-    each = [
-        _BYTES.get(kind, 4) * math.prod(_dims(dims))
-        for kind, dims in re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", shape)
+def _result_bytes(shape: str, instruction: str) -> int:
+    """Bytes of an instruction's result.
+
+    The result of an asynchronous start is a tuple of its operand and its output: the larger counts.
+    """
+    sizes = [
+        _BYTES.get(dtype, 4) * math.prod(_dims(dims))
+        for dtype, dims in re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", shape)
     ]
-    return max(each) if "-start(" in instruction else sum(each)
+    return max(sizes) if "-start(" in instruction else sum(sizes)
 
 
-def _group(line: str) -> int:
-    """Devices that take part in one exchange."""
+def _group_size(line: str) -> int:
+    """The number of devices that take part in a collective."""
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*(?:\{([^}]*)\})", line)
     if mesh:
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh.group(1)))
@@ -143,7 +159,7 @@ def _group(line: str) -> int:
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=", line)
     if iota:
         return int(iota.group(1))
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
-    if listed:
-        return len(listed.group(1).split(","))
+    explicit = re.search(r"replica_groups=\{\{([\d,]*)\}", line)
+    if explicit:
+        return len(explicit.group(1).split(","))
     return 2 if "source_target_pairs" in line else 1

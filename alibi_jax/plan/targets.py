@@ -1,4 +1,4 @@
-"""The devices to plan for, which need not be here, and what is known of them."""
+"""The devices of a plan, which need not be attached, and their peaks."""
 
 import dataclasses
 import importlib.util
@@ -14,10 +14,11 @@ from alibi_jax.flops import PEAKS
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What one device of a kind can do, as its maker says.
+    """Memory size and peaks of a device, from the manufacturer.
 
-    `flops` of bfloat16 products and `bandwidth` of its memory are per second; so is `link`, the
-    bytes that it can send along one axis of the network, both ways round a ring together.
+    `memory` is in bytes. `flops` is the peak of bfloat16 matrix products in FLOP/s, `bandwidth` the
+    memory bandwidth in bytes/s. `link` is the bytes/s that the device can send along one axis of
+    the network, the sum over both directions of a ring.
     """
 
     name: str
@@ -40,7 +41,7 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where a run is planned for: its devices, and what one of them can do, where that is known."""
+    """The devices of a plan, as `text` names them; `device` is None if their peaks are unknown."""
 
     text: str
     devices: Sequence[jax.Device]
@@ -48,27 +49,29 @@ class Target:
 
 
 def open_target(text: str) -> Target:
-    """The devices of "v5e:16x16" (or v4, v5p, v6e), of two such slices "2*v5e:16x16", or "cpu:8".
+    """The devices of a TPU slice "v5e:16x16" (or v4, v5p, v6e), of two slices "2*v5e:16x16", or
+    of a CPU "cpu:8".
 
-    Must come before anything asks JAX for its devices. Raises ConfigError that says what is wrong.
+    Call it before anything asks JAX for its devices. Raises ConfigError for invalid text, and if
+    the TPU compiler is not installed.
     """
-    count, star, rest = text.rpartition("*")
-    kind, _, shape = rest.partition(":")
+    count, star, slice_text = text.rpartition("*")
+    kind, _, shape = slice_text.partition(":")
     if kind == "cpu" and shape.isdigit() and int(shape) > 0 and not star:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", int(shape))
         return Target(text, jax.devices(), None)
     sizes = shape.split("x")
-    counted = not star or (count.isdigit() and int(count) > 0)
-    if kind not in DEVICES or not all(x.isdigit() for x in sizes) or not counted:
+    valid_count = not star or (count.isdigit() and int(count) > 0)
+    if kind not in DEVICES or not all(size.isdigit() for size in sizes) or not valid_count:
         raise ConfigError(
-            f"--plan={text}: give a TPU and the shape of a slice of it, as v5e:16x16 or v4:4x4x4 "
+            f"--plan={text}: give a TPU and the shape of its slice, such as v5e:16x16 or v4:4x4x4 "
             f"(known: {', '.join(DEVICES)}), 2*v5e:16x16 for two slices, or cpu:8"
         )
-    # The compiler alone is asked: no TPU of this machine, nor what would tell of one. Any type of
-    # machine and worker will do, and without them it complains.
+    # Only the compiler is used: neither a TPU of this machine nor the metadata server that would
+    # describe one. The compiler needs some machine type and worker, whichever they are.
     jax.config.update("jax_platforms", "cpu")
-    # What is compiled for devices that are not here could be kept, but not read back.
+    # A program for devices that are not attached can be written to the cache but not read back.
     jax.config.update("jax_enable_compilation_cache", False)
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -86,10 +89,10 @@ def open_target(text: str) -> Target:
 
     options: dict[str, Any] = {"num_slices": int(count)} if star else {}
     if kind == "v4":
-        # A chip's two cores as one device, as they are where it runs.
+        # The two cores of a v4 chip are one device, as at run time.
         options["chip_config_name"] = "megacore"
     try:
-        devices = topologies.get_topology_desc(rest, platform="tpu", **options).devices
+        devices = topologies.get_topology_desc(slice_text, platform="tpu", **options).devices
     except jax.errors.JaxRuntimeError as error:
         raise ConfigError(f"--plan={text}: there is no such slice ({error})") from None
     return Target(text, devices, DEVICES[kind])

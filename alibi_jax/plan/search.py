@@ -1,0 +1,74 @@
+"""A search over meshes: compiles a run on several meshes and ranks them by estimated time."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+
+from tqdm import tqdm
+
+from alibi_jax.config import Config, ConfigError, Mesh
+from alibi_jax.distributed import sharding
+from alibi_jax.plan.program import compile_for_target, estimate_time
+from alibi_jax.plan.report import ranking
+from alibi_jax.plan.targets import Target
+from alibi_jax.training.step import check_fits
+
+# The most meshes that a search compiles; each takes up to a minute on two cores.
+_MAX_COMPILED = 7
+
+
+def search_meshes(config: Config, vocab_size: int, target: Target) -> bool:
+    """Prints a ranking of meshes for a run. Returns whether the run fits on any of them.
+
+    Raises ConfigError if the device's peaks are unknown or no mesh divides the run's sizes.
+    """
+    if target.device is None:
+        raise ConfigError(
+            f"--plan={target.text},search: the peaks of a CPU are not known, so that its meshes "
+            "can't be ranked: give a TPU"
+        )
+    meshes = candidate_meshes(config, target)
+    if not meshes:
+        raise ConfigError(
+            f"--plan={target.text},search: no mesh of {len(target.devices)} devices divides "
+            "train.batch_size, model.width and model.num_heads: change one of them"
+        )
+    compiled = []
+    for mesh in tqdm(meshes[:_MAX_COMPILED], desc="compiling", unit="mesh"):
+        with_mesh = dataclasses.replace(config, mesh=mesh)
+        program = compile_for_target(with_mesh, vocab_size, target, evaluation=False)
+        compiled.append((program, estimate_time(with_mesh, vocab_size, target, program)))
+    print(ranking(target, compiled, len(meshes)), flush=True)
+    return any(program.fits(target) for program, _ in compiled)
+
+
+def candidate_meshes(config: Config, target: Target) -> list[Mesh]:
+    """The meshes that divide the run's sizes, without unpromising ones; most promising first.
+
+    Meshes that shard only rows and parameters come first, best with `data` and `fsdp` of similar
+    size. Then come meshes with tensor parallelism, for whose communication each layer waits.
+    `context` is larger than 1 only where the rows do not divide by the devices otherwise.
+    """
+    devices = len(target.devices)
+    slices = len({getattr(device, "slice_index", 0) for device in target.devices})
+    rows = config.train.batch_size // config.train.accumulation
+    meshes = []
+    for tensor, context in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+        rest = devices // (tensor * context)
+        if rest * tensor * context != devices or (context > 1 and rows % (rest * context) == 0):
+            continue
+        for fsdp in (size for size in range(1, rest + 1) if rest % size == 0):
+            data = rest // fsdp
+            if data % slices:
+                continue
+            mesh = Mesh(data, fsdp, context, tensor)
+            with contextlib.suppress(ConfigError):
+                check_fits(config, sharding.make_mesh(mesh, devices=target.devices))
+                meshes.append(mesh)
+    return sorted(
+        meshes,
+        key=lambda mesh: (
+            math.log2(mesh.tensor * mesh.context) + abs(math.log2(mesh.fsdp / mesh.data)) / 2
+        ),
+    )
