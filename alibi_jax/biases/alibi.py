@@ -96,7 +96,7 @@ def alibi_bias_at(
                 f"{future.size} future slopes for {past.size} slopes: give one for each head"
             )
         slope = jnp.where(relative > 0, future[:, None, None], slope)
-    # The TPU kernel (`_scores` in attention/tpu/kernels.py) and the folded engine (`fold` in
+    # The TPU kernel (`_biased_scores` in attention/tpu/kernels.py) and the folded engine (`fold` in
     # attention/folded.py) restate this formula: change all three together.
     # The integer is negated, not the product: a key at its query's own position gets 0, not -0.
     return (slope * (-jnp.abs(relative)).astype(jnp.float32)).astype(dtype)

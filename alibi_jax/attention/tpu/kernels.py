@@ -184,6 +184,7 @@ def _biased_scores(
     # The distance is exact, so that the bias is rounded once however far the blocks lie apart.
     signed_distance = (queries + (indices.distance - start).astype(jnp.float32)) - keys
     distance = signed_distance if config.causal else jnp.abs(signed_distance)
+    # ALiBi's formula, restated from `alibi_bias_at` (biases/alibi.py).
     scores = product - (slope * _LOG2E) * distance
     if masked:
         keys_left = config.key_length - indices.key_block * config.block_size - start
