@@ -1,7 +1,7 @@
-"""The whole model once more, in plain numpy and float64, written from the papers.
+"""A second implementation of the whole model, in NumPy and float64, written from the papers.
 
-One sequence, one head, one query and one key at a time. Pre-norm, LayerNorm, ReLU, tied
-embeddings. A parameter has the name and the shape that it has in the model.
+It computes one sequence, one head, one query and one key at a time. The model has pre-norm
+LayerNorm, ReLU and tied embeddings. Parameters have the same names and shapes as in the model.
 """
 
 import math
@@ -13,7 +13,7 @@ from helpers import layers_of
 
 
 class Pair(NamedTuple):
-    """A query and a key of one head, and where they stand."""
+    """A query and a key of one head, with their positions i and j."""
 
     query: np.ndarray
     key: np.ndarray
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
     config: object
     train_length: int
     weights: dict
-    # Inputs of the layer after the key's, up to the query's own.
+    # The layer's normalised inputs at the tokens after the key, up to and including the query.
     between: np.ndarray
 
     @property
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 def logits(params, config, tokens, positions, visible, *, train_length, vocab_size):
-    """`[T, V]` of one sequence; `visible[i, j]` where query i sees key j."""
+    """The logits `[T, V]` of one sequence; `visible[i, j]` says whether query i sees key j."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     names, shared = config.positions, params.get("positions", {})
     table = params["vocabulary"]["embedding"]
@@ -53,28 +53,28 @@ def logits(params, config, tokens, positions, visible, *, train_length, vocab_si
         )
         hidden = np.maximum(norm(x, layer["ff_norm"]) @ layer["ff"]["up"]["kernel"], 0)
         x = x + hidden @ layer["ff"]["down"]["kernel"]
-    # Rows past the vocabulary are no token's.
+    # Rows of the table past the vocabulary are padding.
     return norm(x, params["norm"]) @ table[:vocab_size].T
 
 
 def norm(x, weights):
     """Ba et al. 2016, equation 4."""
-    centred = x - x.mean(axis=-1, keepdims=True)
-    variance = (centred**2).mean(axis=-1, keepdims=True)
-    return centred / np.sqrt(variance + 1e-6) * weights["scale"] + weights["bias"]
+    deviations = x - x.mean(axis=-1, keepdims=True)
+    variance = (deviations**2).mean(axis=-1, keepdims=True)
+    return deviations / np.sqrt(variance + 1e-6) * weights["scale"] + weights["bias"]
 
 
 def attention(x, layer, name, weights, config, positions, visible, train_length):
-    """Vaswani et al. 2017, section 3.2; key heads shared by groups (Ainslie et al. 2023)."""
+    """Vaswani et al. 2017, section 3.2; groups of heads share a key head (Ainslie et al. 2023)."""
     out = np.zeros_like(x)
     for head in range(config.num_heads):
-        shared = head * (config.num_kv_heads or config.num_heads) // config.num_heads
+        key_head = head * (config.num_kv_heads or config.num_heads) // config.num_heads
         queries = x @ layer["query"]["kernel"][:, head]
-        keys = x @ layer["key"]["kernel"][:, shared]
-        values = x @ layer["value"]["kernel"][:, shared]
+        keys = x @ layer["key"]["kernel"][:, key_head]
+        values = x @ layer["value"]["kernel"][:, key_head]
         for i in range(len(x)):
-            seen = [j for j in range(len(x)) if visible[i, j]]
-            if not seen:
+            seen_keys = [j for j in range(len(x)) if visible[i, j]]
+            if not seen_keys:
                 continue
             pairs = [
                 Pair(
@@ -88,21 +88,21 @@ def attention(x, layer, name, weights, config, positions, visible, train_length)
                     weights,
                     x[j + 1 : i + 1],
                 )
-                for j in seen
+                for j in seen_keys
             ]
             scores = scores_of(name, pairs)
-            shares = np.exp(scores - scores.max())
-            out[i] += shares / shares.sum() @ values[seen] @ layer["out"]["kernel"][head]
+            powers = np.exp(scores - scores.max())
+            out[i] += powers / powers.sum() @ values[seen_keys] @ layer["out"]["kernel"][head]
     return out
 
 
 def scores_of(name, pairs):
-    """What softmax gets of one query."""
+    """The scores of one query, before the softmax."""
     return np.array([SCORES.get(name, lambda pair: pair.product)(pair) for pair in pairs])
 
 
 def sinusoid(position, width, weights=None):
-    """Vaswani et al. 2017, section 3.5: sine and cosine in turn."""
+    """Vaswani et al. 2017, section 3.5: sines and cosines, interleaved."""
     angles = [position / 10000 ** (2 * k / width) for k in range(width // 2)]
     return np.array([wave(angle) for angle in angles for wave in (math.sin, math.cos)])
 
@@ -112,7 +112,7 @@ def learned(position, width, weights):
 
 
 def alibi(pair):
-    """Press et al. 2021, section 3; slopes divided by a factor, Al-Khateeb et al. 2023."""
+    """Press et al. 2021, section 3; a factor divides the slopes (Al-Khateeb et al. 2023)."""
     slope = 2 ** (-8 * (pair.head + 1) / pair.config.num_heads)
     return pair.product - slope / linear_factor(pair) * pair.distance
 
@@ -127,7 +127,7 @@ def linear_factor(pair):
 
 
 def t5(pair):
-    """Raffel et al. 2020, section 2.1, 32 buckets to distance 128, as in its code."""
+    """Raffel et al. 2020, section 2.1, 32 buckets to distance 128, as in T5's code."""
     bucket = pair.distance
     if bucket >= 16:
         bucket = min(16 + int(math.log(bucket / 16) / math.log(128 / 16) * 16), 31)
@@ -148,18 +148,18 @@ def kerple_power(pair):
 
 
 def sandwich(pair):
-    """Chi et al. 2023 (Sandwich): sinusoids of 128 features, a ratio of h·8/N."""
+    """Chi et al. 2023 (Sandwich): sinusoids with 128 features, divided by the ratio h·8/N."""
     inner = sinusoid(pair.i, 128) @ sinusoid(pair.j, 128) - 64
     return pair.product + inner / ((pair.head + 1) * 8 / pair.config.num_heads)
 
 
 def fire(pair):
-    """Li et al. 2023 (FIRE), section 3; absolute values and 1e-6 as in its code."""
+    """Li et al. 2023 (FIRE), section 3; absolute values and 1e-6 as in the authors' code."""
     weights = pair.weights
     rate, threshold = abs(weights["rate"]), math.exp(weights["log_threshold"])
-    scale = math.log(rate * max(threshold, pair.i) + 1) + 1e-6
-    share = math.log(rate * pair.distance + 1) / scale
-    hidden = np.maximum(share * weights["hidden_kernel"] + weights["hidden_bias"], 0)
+    normalizer = math.log(rate * max(threshold, pair.i) + 1) + 1e-6
+    normalized_distance = math.log(rate * pair.distance + 1) / normalizer
+    hidden = np.maximum(normalized_distance * weights["hidden_kernel"] + weights["hidden_bias"], 0)
     bias = hidden @ weights["out_kernel"][:, pair.head] + weights["out_bias"][pair.head]
     return pair.product + bias
 
@@ -172,14 +172,14 @@ def fox(pair):
     )
 
 
-def turned_product(pair, frequencies, decay=1.0):
-    """Su et al. 2021, equation 16: complex features k and k + H/2, turned by their positions."""
+def rotated_product(pair, frequencies, decay=1.0):
+    """Su et al. 2021, equation 16: features k and k + H/2 form a complex number, which rotates."""
 
-    def turned(x, position):
+    def rotated(x, position):
         half = len(x) // 2
         return (x[:half] + 1j * x[half:]) * np.exp(1j * position * frequencies)
 
-    product = turned(pair.query, pair.i) * np.conj(turned(pair.key, pair.j))
+    product = rotated(pair.query, pair.i) * np.conj(rotated(pair.key, pair.j))
     return (decay * product).real.sum() / math.sqrt(len(pair.query))
 
 
@@ -194,29 +194,31 @@ def rotary(pair):
     frequencies = frequencies_of(pair)
     match pair.config.rescaling:
         case "linear":
-            return turned_product(pair, frequencies / factor)
+            return rotated_product(pair, frequencies / factor)
         case "ntk":
-            return turned_product(pair, frequencies_of(pair, 10000 * factor ** (size / (size - 2))))
+            return rotated_product(
+                pair, frequencies_of(pair, 10000 * factor ** (size / (size - 2)))
+            )
         case "yarn":
             turns = pair.train_length / (2 * math.pi / frequencies)
-            kept = np.clip((turns - 1) / (32 - 1), 0, 1)
-            slowed = (1 - kept) * frequencies / factor + kept * frequencies
-            return (0.1 * math.log(factor) + 1) ** 2 * turned_product(pair, slowed)
-    return turned_product(pair, frequencies)
+            ramp = np.clip((turns - 1) / (32 - 1), 0, 1)
+            rescaled = (1 - ramp) * frequencies / factor + ramp * frequencies
+            return (0.1 * math.log(factor) + 1) ** 2 * rotated_product(pair, rescaled)
+    return rotated_product(pair, frequencies)
 
 
 def rotary_truncated(pair):
-    """Barbero et al. 2024, section 6: the slowest pairs stand still."""
+    """Barbero et al. 2024, section 6: the slowest pairs are not rotated."""
     frequencies = frequencies_of(pair)
     frequencies[int(pair.config.rotary_fraction * len(frequencies)) :] = 0
-    return turned_product(pair, frequencies)
+    return rotated_product(pair, frequencies)
 
 
 def xpos(pair):
-    """Sun et al. 2022, section 3.2, with the exponent divided by 512 as in its code."""
-    shares = np.arange(len(pair.query) // 2) / (len(pair.query) // 2)
-    decay = ((shares + 0.4) / 1.4) ** ((pair.i - pair.j) / 512)
-    return turned_product(pair, frequencies_of(pair), decay)
+    """Sun et al. 2022, section 3.2; 512 divides the exponent, as in the authors' code."""
+    fractions = np.arange(len(pair.query) // 2) / (len(pair.query) // 2)
+    decay = ((fractions + 0.4) / 1.4) ** ((pair.i - pair.j) / 512)
+    return rotated_product(pair, frequencies_of(pair), decay)
 
 
 def transformer_xl(pair):

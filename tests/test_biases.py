@@ -1,4 +1,4 @@
-"""What holds for every bias that goes by positions, each property once."""
+"""The properties that all biases of positions share."""
 
 import zlib
 from collections.abc import Callable
@@ -36,17 +36,17 @@ def t5_oracle(table, query_positions, key_positions):
     ).transpose(2, 0, 1)
 
 
-class Bias(NamedTuple):
+class BiasCase(NamedTuple):
     by_length: Callable[..., Any]
     at: Callable[..., Any]
     oracle: Callable[..., Any]
-    weights: tuple[Any, ...]  # what is given before lengths or positions, of eight heads
-    shards: tuple[Any, ...]  # how the heads of the weights are sharded
-    tolerance: dict[str, float]  # of float32: the steps of rounding that its formula takes
+    weights: tuple[Any, ...]  # the arguments before lengths or positions, for eight heads
+    shards: tuple[Any, ...]  # the sharding of the weights by heads
+    tolerance: dict[str, float]  # the float32 rounding of the formula
 
 
 BIASES = {
-    "alibi": Bias(
+    "alibi": BiasCase(
         biases.alibi_bias,
         biases.alibi_bias_at,
         alibi_oracle,
@@ -54,7 +54,7 @@ BIASES = {
         (HEADS,),
         {"rtol": 1e-7},
     ),
-    "t5": Bias(
+    "t5": BiasCase(
         biases.t5_bias,
         biases.t5_bias_at,
         t5_oracle,
@@ -62,7 +62,7 @@ BIASES = {
         (jax.P(None, "devices"),),
         {"rtol": 0},
     ),
-    "kerple_log": Bias(
+    "kerple_log": BiasCase(
         biases.kerple_log_bias,
         biases.kerple_log_bias_at,
         log_oracle,
@@ -70,7 +70,7 @@ BIASES = {
         (HEADS, HEADS),
         {"rtol": 5e-7},
     ),
-    "kerple_power": Bias(
+    "kerple_power": BiasCase(
         biases.kerple_power_bias,
         biases.kerple_power_bias_at,
         power_oracle,
@@ -78,7 +78,7 @@ BIASES = {
         (HEADS, HEADS),
         {"rtol": 2e-6},
     ),
-    "sandwich": Bias(
+    "sandwich": BiasCase(
         biases.sandwich_bias,
         biases.sandwich_bias_at,
         sandwich_oracle,
@@ -86,7 +86,7 @@ BIASES = {
         (HEADS,),
         {"rtol": 0, "atol": 5e-5},
     ),
-    "fire": Bias(
+    "fire": BiasCase(
         biases.fire_bias,
         biases.fire_bias_at,
         fire_oracle,
@@ -103,7 +103,8 @@ def bias(request):
 
 
 def test_every_bias_is_imported_from_the_package():
-    assert set(alibi_jax.__all__) == set(biases.__all__)
+    others = {"__version__", "alibi_attention", "alibi_attention_fn"}
+    assert set(alibi_jax.__all__) == set(biases.__all__) | others
     assert all(getattr(alibi_jax, name) is getattr(biases, name) for name in biases.__all__)
 
 
@@ -114,7 +115,7 @@ def test_every_bias_is_imported_from_the_package():
     st.lists(st.integers(-2048, 2048), min_size=8, max_size=8),
 )
 def test_bias_at_positions_is_the_oracle(first, queries, keys):
-    # The first key is the first query's own.
+    # The first key has the position of the first query.
     queries, keys = first + np.array(queries), first + np.array([queries[0], *keys[1:]])
     for bias in BIASES.values():
         actual = bias.at(*bias.weights, jnp.asarray(queries), jnp.asarray(keys))
@@ -146,7 +147,7 @@ def test_b8_decoding_steps_are_rows_of_the_whole_bias(bias, chunks):
         step(*bias.weights, query_length=chunk, key_length=8, offset=at)
         for chunk, at in zip(chunks, np.cumsum([0, *chunks[:-1]]))
     ]
-    assert all(jnp.any(one != 0) for one in steps)
+    assert all(jnp.any(step_bias != 0) for step_bias in steps)
     whole = bias.by_length(*bias.weights, 8)
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), whole, **bias.tolerance)
 
@@ -168,7 +169,7 @@ def test_d3_packed_positions_give_each_document_its_own_bias(bias):
 
 def test_a3_bias_with_heads_sharded_is_the_whole_bias(bias):
     by_shard = jax.shard_map(
-        lambda *own: bias.by_length(*own, 8),
+        lambda *weights: bias.by_length(*weights, 8),
         mesh=devices_mesh(8),
         in_specs=bias.shards,
         out_specs=HEADS,
@@ -177,9 +178,11 @@ def test_a3_bias_with_heads_sharded_is_the_whole_bias(bias):
 
 
 def test_d8_bias_of_a_shard_is_its_rows_of_the_whole(bias):
-    own = 8
+    size = 8
     rows = jax.shard_map(
-        lambda: bias.by_length(*bias.weights, own, 64, offset=jax.lax.axis_index("devices") * own),
+        lambda: bias.by_length(
+            *bias.weights, size, 64, offset=jax.lax.axis_index("devices") * size
+        ),
         mesh=devices_mesh(8),
         in_specs=(),
         out_specs=jax.P(None, "devices"),
@@ -191,9 +194,9 @@ def test_batches_by_broadcasting_and_by_vmap(bias):
     queries, keys = jnp.array([[0, 1, 2], [50, 60, 90]]), 40 + jnp.arange(8)
     whole = bias.at(*bias.weights, queries, keys)
     assert whole.shape == (2, 8, 3, 8)
-    for row, own in zip(whole, queries):
-        np.testing.assert_allclose(row, bias.at(*bias.weights, own, keys), **bias.tolerance)
-    by_vmap = jax.jit(jax.vmap(lambda own: bias.at(*bias.weights, own, keys)))(queries)
+    for row, row_queries in zip(whole, queries):
+        np.testing.assert_allclose(row, bias.at(*bias.weights, row_queries, keys), **bias.tolerance)
+    by_vmap = jax.jit(jax.vmap(lambda queries: bias.at(*bias.weights, queries, keys)))(queries)
     np.testing.assert_allclose(by_vmap, whole, **bias.tolerance)
 
 
@@ -208,19 +211,19 @@ def test_c1_weights_of_any_dtype_are_computed_in_float32(bias, dtype):
 
 
 def test_a6_gradient_is_the_slope_of_the_oracle(bias):
-    """Along a random direction of the weights, from distance 0 to 6."""
-    seed = np.random.default_rng(zlib.crc32(bias.at.__name__.encode()))
-    pull = seed.normal(size=(8, 3, 8))
+    """Along a random direction of the weights, for distances from 0 to 6."""
+    rng = np.random.default_rng(zlib.crc32(bias.at.__name__.encode()))
+    cotangent = rng.normal(size=(8, 3, 8))
     gradient = jax.grad(
-        lambda weights: (bias.by_length(*weights, 3, 8, offset=1) * jnp.asarray(pull)).sum()
+        lambda weights: (bias.by_length(*weights, 3, 8, offset=1) * jnp.asarray(cotangent)).sum()
     )(bias.weights)
     leaves, tree = jax.tree.flatten(bias.weights)
-    direction = [seed.normal(size=leaf.shape) for leaf in leaves]
+    direction = [rng.normal(size=leaf.shape) for leaf in leaves]
 
     def oracle(step):
         moved = [np.asarray(leaf, np.float64) + step * d for leaf, d in zip(leaves, direction)]
         at = range(1, 4), range(8)
-        return (bias.oracle(*jax.tree.unflatten(tree, moved), *at) * pull).sum()
+        return (bias.oracle(*jax.tree.unflatten(tree, moved), *at) * cotangent).sum()
 
     numeric = (oracle(1e-6) - oracle(-1e-6)) / 2e-6
     assert abs(numeric) > 0.1

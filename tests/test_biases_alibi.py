@@ -22,11 +22,11 @@ def devices_mesh(size):
     )
 
 
-# Oracles: numpy and Python numbers, by another way than the package's.
+# Oracles in NumPy and Python numbers, computed in a different way from the package.
 
 
 def slopes_oracle(num_heads):
-    """Closed form: of the power of two above's slopes the odd ones, then the even ones."""
+    """Closed form: the odd-indexed slopes of the next power of two, then the even-indexed ones."""
     power = 2 ** (math.floor(math.log2(num_heads)) + 1)
     slopes = np.exp2(-8 / power) ** np.arange(1, power + 1)
     return np.concatenate([slopes[1::2], slopes[0::2]])[:num_heads]
@@ -36,8 +36,8 @@ def alibi_oracle(slopes, query_positions, key_positions, future_slopes=None):
     bias = np.zeros((len(slopes), len(query_positions), len(key_positions)))
     for head, t, s in np.ndindex(*bias.shape):
         gap = int(query_positions[t]) - int(key_positions[s])
-        ahead = gap < 0 and future_slopes is not None
-        bias[head, t, s] = -abs(gap) * float((future_slopes if ahead else slopes)[head])
+        use_future = gap < 0 and future_slopes is not None
+        bias[head, t, s] = -abs(gap) * float((future_slopes if use_future else slopes)[head])
     return bias
 
 
@@ -84,7 +84,7 @@ def test_a1_sixteen_heads_start_and_end():
     np.testing.assert_array_equal(alibi_slopes(np.int64(16)), slopes)
 
 
-def test_slopes_are_numbers_also_while_tracing():
+def test_slopes_are_concrete_values_while_tracing():
     """A module that is made under `jit` keeps them."""
     kept = []
     jax.eval_shape(lambda: kept.append(alibi_slopes(8)))
@@ -114,7 +114,7 @@ def test_a2_exponents_start_at_one():
 )
 def test_a3_shard_has_its_global_slopes(num_heads, shards, shard, slopes):
     local = jax.shard_map(
-        lambda own: own[None],
+        lambda slopes: slopes[None],
         mesh=devices_mesh(shards),
         in_specs=jax.P("devices"),
         out_specs=jax.P("devices"),
@@ -127,7 +127,7 @@ def test_a3_shard_has_its_global_slopes(num_heads, shards, shard, slopes):
 )
 def test_a3_bias_with_heads_sharded_is_the_whole_bias(num_heads, shards):
     mesh = devices_mesh(shards)
-    by_hand = jax.shard_map(
+    by_shard_map = jax.shard_map(
         lambda slopes: alibi_bias(slopes, 16),
         mesh=mesh,
         in_specs=jax.P("devices"),
@@ -137,7 +137,7 @@ def test_a3_bias_with_heads_sharded_is_the_whole_bias(num_heads, shards):
         lambda: alibi_bias(num_heads, 16),
         out_shardings=jax.NamedSharding(mesh, jax.P("devices")),
     )()
-    np.testing.assert_array_equal(by_hand, alibi_bias(num_heads, 16))
+    np.testing.assert_array_equal(by_shard_map, alibi_bias(num_heads, 16))
     np.testing.assert_array_equal(by_compiler, alibi_bias(num_heads, 16))
 
 
@@ -184,7 +184,7 @@ def test_slopes_refuse_no_heads(num_heads):
 )
 @pytest.mark.parametrize("size", [4, 64])
 def test_b1_b4_near_keys_are_favoured_at_any_head_size(slope, row, size):
-    """With q·k = 0 only the bias speaks, and 1/sqrt(head size) does not scale it."""
+    """With q·k = 0 only the bias acts, and 1/sqrt(head size) does not scale it."""
     key = jax.random.normal(jax.random.key(0), (1, 4, 1, size))
     value = jnp.eye(4, size)[None, :, None]
     bias = alibi_bias([slope], 4)[None]
@@ -197,8 +197,8 @@ def test_b2_key_only_form_is_the_same_only_when_causal():
     relative = alibi_bias(8, 128)
     key_only = jnp.broadcast_to(slopes[:, None, None] * jnp.arange(128.0), relative.shape)
     np.testing.assert_allclose(causal_softmax(relative), causal_softmax(key_only), atol=1e-6)
-    apart = jnp.abs(jax.nn.softmax(relative) - jax.nn.softmax(key_only))
-    assert apart.max() > 0.1
+    difference = jnp.abs(jax.nn.softmax(relative) - jax.nn.softmax(key_only))
+    assert difference.max() > 0.1
 
 
 def test_b2_bidirectional_bias_is_symmetric():
@@ -220,7 +220,7 @@ def test_b5_added_mask_stays_minus_infinity():
     np.testing.assert_array_equal(jnp.isneginf(scores[3]), np.triu(np.ones((16, 16)), 1))
 
 
-def test_b7_offset_places_the_queries():
+def test_b7_offset_is_the_position_of_the_first_query():
     step = alibi_bias(8, 1, 8, offset=7)
     assert step.shape == (8, 1, 8)
     np.testing.assert_array_equal(step[0, 0], [-3.5, -3, -2.5, -2, -1.5, -1, -0.5, 0])
@@ -236,7 +236,7 @@ def test_b10_shape_is_what_attention_takes():
 
 
 def test_b10_wrong_number_of_slopes_names_both(monkeypatch):
-    # Without the checker of the tests, as users run it.
+    # Disable the type checker of the tests: users run without it.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     positions = jnp.arange(4)
     with pytest.raises(ValueError, match=r"6 future slopes for 8 slopes"):
@@ -249,9 +249,11 @@ def test_c1_bias_is_cast_last():
     np.testing.assert_array_equal(bias, alibi_bias(8, 1, 4096).astype(jnp.bfloat16))
     np.testing.assert_array_equal(bias[0, 0, -6:], [-2.5, -2, -1.5, -1, -0.5, 0])
     exact = causal_softmax(alibi_oracle(slopes_oracle(8), [4095], range(4096)), np)
-    apart = np.abs(np.asarray(causal_softmax(bias.astype(jnp.float32))) - exact).sum(-1) / 2
-    assert apart.max() < 0.01
-    assert apart[0] < 1e-6
+    total_variation = (
+        np.abs(np.asarray(causal_softmax(bias.astype(jnp.float32))) - exact).sum(-1) / 2
+    )
+    assert total_variation.max() < 0.01
+    assert total_variation[0] < 1e-6
 
 
 def test_c1_far_positions_keep_their_distances():
@@ -280,7 +282,7 @@ def test_c5_slopes_and_biases_of_roots_are_float32():
     slope = alibi_slopes(12)[8]
     assert slope == np.float32(math.sqrt(0.5))
     assert slope != slope.astype(jnp.bfloat16)
-    # Rounded once, from the exact slope: a rounded slope lands elsewhere at some distances.
+    # The exact bias is rounded once: a bias of a rounded slope would differ at some distances.
     bias = alibi_bias(12, 1, 514, dtype=jnp.bfloat16)[8, 0]
     np.testing.assert_array_equal(
         bias, alibi_oracle([math.sqrt(0.5)], [513], range(514))[0, 0].astype(bias.dtype)
@@ -310,11 +312,11 @@ def test_alibi_at_positions_is_the_oracle(num_heads, queries, keys, two_sided):
     np.testing.assert_allclose(bias, alibi_oracle(slopes, queries, keys, future), rtol=1e-6)
 
 
-def test_future_slopes_are_those_of_keys_after_their_query():
+def test_future_slopes_apply_to_keys_after_their_query():
     at = jnp.arange(3)
     bias = alibi_bias_at(jnp.array([1.0]), at, at, future_slopes=jnp.array([10.0]))
     np.testing.assert_array_equal(bias[0], [[0, -10, -20], [-1, 0, -10], [-2, -1, 0]])
 
 
-def test_a_number_of_heads_may_be_numpy_s():
+def test_the_number_of_heads_may_be_a_numpy_integer():
     np.testing.assert_array_equal(alibi_bias(np.int64(4), 3), alibi_bias(4, 3))

@@ -16,14 +16,14 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.fixture
 def optimized(quick_compile):
-    """Compiled as users compile it: nothing may take what rounding loses for zero."""
+    """Compiles with XLA's optimizations, which must not simplify the rounding errors to zero."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
 
 
 def forget_oracle(log_gates, ids=None):
-    """Log of the product of the gates after key j up to query i; 0 where i does not see j."""
+    """The log of the product of the gates after key j, up to query i; 0 if i does not see j."""
     length, num_heads = log_gates.shape
     ids = [0] * length if ids is None else ids
     bias = np.zeros((num_heads, length, length))
@@ -52,8 +52,8 @@ def part(decay, start, end):
     return jax.tree.map(lambda x: x[..., start:end, :], decay)
 
 
-def past(bias, ids=None):
-    """The bias, 0 where a query does not see the key."""
+def visible_bias(bias, ids=None):
+    """The bias, with 0 where the query does not see the key."""
     runs = 0 if ids is None else np.cumsum(np.diff(ids, prepend=ids[0]) != 0)
     return jnp.where(np.equal.outer(runs, runs), jnp.tril(bias), 0)
 
@@ -64,7 +64,7 @@ def test_bias_is_the_oracle(values):
     log_gates = np.array(values).reshape(6, 2)
     bias = bias_of(jnp.asarray(log_gates, jnp.float32))
     assert bias.dtype == jnp.float32
-    np.testing.assert_allclose(past(bias), forget_oracle(log_gates), atol=5e-6)
+    np.testing.assert_allclose(visible_bias(bias), forget_oracle(log_gates), atol=5e-6)
 
 
 @settings(max_examples=20, deadline=None)
@@ -75,70 +75,73 @@ def test_bias_is_the_oracle(values):
 def test_d3_bias_in_segments_is_the_oracle(values, ids):
     log_gates = np.array(values).reshape(6, 2)
     bias = bias_of(jnp.asarray(log_gates, jnp.float32), jnp.array(ids))
-    np.testing.assert_allclose(past(bias, ids), forget_oracle(log_gates, ids), atol=5e-6)
+    np.testing.assert_allclose(visible_bias(bias, ids), forget_oracle(log_gates, ids), atol=5e-6)
 
 
 def test_rows():
     decay = forget_decay(jnp.array([[-1.0], [-2.0], [-4.0]]))
     np.testing.assert_array_equal(decay.high[:, 0], [-1, -3, -7])
-    # Its own gate is in what a query forgets, the key's own is not. Keys ahead are rewarded.
+    # The sum includes the query's gate, not the key's. Keys after the query get a positive bias.
     np.testing.assert_array_equal(
         forget_bias_at(decay, decay)[0], [[0, 2, 6], [-2, 0, 4], [-6, -4, 0]]
     )
 
 
-def test_gates_alike_are_alibi():
+def test_equal_gates_are_alibi():
     slopes = jnp.array([0.5, 0.0625])
     np.testing.assert_array_equal(
-        past(bias_of(jnp.broadcast_to(-slopes, (16, 2)))), past(alibi_bias(slopes, 16))
+        visible_bias(bias_of(jnp.broadcast_to(-slopes, (16, 2)))),
+        visible_bias(alibi_bias(slopes, 16)),
     )
 
 
 def test_c1_gates_in_bfloat16_are_summed_in_float32():
-    """A sum in bfloat16 stands still at -256."""
+    """A bfloat16 sum of -1 would stop changing at -256."""
     decay = decay_of(jnp.full((512, 1), -1, jnp.bfloat16))
     assert decay.high.dtype == decay.low.dtype == jnp.float32
     np.testing.assert_array_equal(decay.high[:, 0], -np.arange(1.0, 513))
     np.testing.assert_array_equal(decay.low, 0)
 
 
-def test_c1_late_in_a_long_text_near_tokens_are_told_apart(optimized):
-    """The sums are about -13000, where the next float32 is 1e-3 away."""
+def test_c1_late_in_a_long_text_biases_of_near_tokens_are_exact(optimized):
+    """The sums are about -13000, where float32 numbers are 1e-3 apart."""
     log_gates = gates_of(16384, 2)
     last = part(decay_of(log_gates), -64, None)
     sums = np.cumsum(np.float64(log_gates), axis=0)[-64:].T
-    wanted = np.tril(sums[:, :, None] - sums[:, None, :])
-    np.testing.assert_allclose(past(forget_bias_at(last, last)), wanted, rtol=0, atol=1e-5)
+    expected = np.tril(sums[:, :, None] - sums[:, None, :])
+    np.testing.assert_allclose(
+        visible_bias(forget_bias_at(last, last)), expected, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("chunks", [[8], [1] * 8, [3, 5], [1, 7]])
 def test_b8_decoding_steps_are_rows_of_the_whole_bias(chunks):
     log_gates, steps = gates_of(8, 2), []
     for start, end in itertools.pairwise(np.cumsum([0, *chunks])):
-        # Slots that are not taken yet are zero, as padding is.
-        taken = jnp.arange(8) < end
-        decay = decay_of(jnp.where(taken[:, None], log_gates, 0), taken.astype(jnp.int32))
+        # Slots of the cache that are not filled yet are zero, as padding is.
+        filled = jnp.arange(8) < end
+        decay = decay_of(jnp.where(filled[:, None], log_gates, 0), filled.astype(jnp.int32))
         steps.append(forget_bias_at(part(decay, start, end), decay))
     np.testing.assert_allclose(
-        past(jnp.concatenate(steps, axis=1)), past(bias_of(log_gates)), atol=2e-6
+        visible_bias(jnp.concatenate(steps, axis=1)), visible_bias(bias_of(log_gates)), atol=2e-6
     )
 
 
-# Pads of id 0 or a document of id 1, and the document whose bias is looked at.
-@pytest.mark.parametrize("before", [0, 1])
-def test_d1_d3_what_is_before_a_segment_changes_nothing_in_it(before, optimized):
+# Padding has the id 0 and another document the id 1; the tested document follows it.
+@pytest.mark.parametrize("first_id", [0, 1])
+def test_d1_d3_tokens_before_a_segment_change_nothing_in_it(first_id, optimized):
     first, second = 1500, 40
-    own, ids = gates_of(second, 2, seed=1), np.repeat([before, 2], [first, second])
+    log_gates, ids = gates_of(second, 2, seed=1), np.repeat([first_id, 2], [first, second])
 
     def bias_after(others):
-        return past(bias_of(jnp.concatenate([others, own]), ids)[:, first:, first:])
+        return visible_bias(bias_of(jnp.concatenate([others, log_gates]), ids)[:, first:, first:])
 
     bias = bias_after(gates_of(first, 2))
     np.testing.assert_array_equal(bias, bias_after(100 * gates_of(first, 2, seed=2)))
     np.testing.assert_array_equal(bias, bias_after(jnp.zeros((first, 2))))
-    sums = np.cumsum(np.float64(own), axis=0).T
-    wanted = np.tril(sums[:, :, None] - sums[:, None, :])
-    np.testing.assert_allclose(bias, wanted, rtol=0, atol=1e-5)
+    sums = np.cumsum(np.float64(log_gates), axis=0).T
+    expected = np.tril(sums[:, :, None] - sums[:, None, :])
+    np.testing.assert_allclose(bias, expected, rtol=0, atol=1e-5)
 
 
 def test_a3_bias_with_heads_sharded_is_the_whole_bias():
@@ -167,14 +170,14 @@ def test_batches_by_broadcasting_and_by_vmap():
     log_gates, ids = gates_of(2, 6, 3), jnp.array([[1, 1, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1]])
     whole = bias_of(log_gates, ids)
     assert whole.shape == (2, 3, 6, 6)
-    for row, own, own_ids in zip(whole, log_gates, ids):
-        np.testing.assert_array_equal(row, bias_of(own, own_ids))
+    for row, row_gates, row_ids in zip(whole, log_gates, ids):
+        np.testing.assert_array_equal(row, bias_of(row_gates, row_ids))
     np.testing.assert_array_equal(bias_of(log_gates[:, None], ids[:, None])[:, 0], whole)
     np.testing.assert_allclose(jax.vmap(bias_of)(log_gates, ids), whole, atol=1e-6)
 
 
-def test_a6_gradient_counts_the_pairs_that_a_gate_stands_between():
-    gradient = jax.grad(lambda gates: past(bias_of(gates)).sum())(gates_of(5, 2))
+def test_a6_gradient_counts_the_pairs_on_both_sides_of_a_gate():
+    gradient = jax.grad(lambda gates: visible_bias(bias_of(gates)).sum())(gates_of(5, 2))
     pairs = [t * (5 - t) for t in range(5)]
     np.testing.assert_allclose(gradient, np.transpose([pairs, pairs]), atol=1e-5)
 
@@ -184,28 +187,28 @@ def test_a6_gradient_in_segments_is_the_oracles_central_difference():
     weights = np.random.default_rng(0).normal(size=(2, 8, 8))
 
     def loss(gates):
-        return (past(bias_of(gates, jnp.array(ids)), ids) * jnp.float32(weights)).sum()
+        return (visible_bias(bias_of(gates, jnp.array(ids)), ids) * jnp.float32(weights)).sum()
 
     def oracle_loss(at, step):
         moved = np.float64(log_gates)
         moved[at] += step
         return (forget_oracle(moved, ids) * weights).sum()
 
-    slopes = np.zeros((8, 2))
+    differences = np.zeros((8, 2))
     for at in np.ndindex(8, 2):
-        slopes[at] = (oracle_loss(at, 1e-4) - oracle_loss(at, -1e-4)) / 2e-4
-    assert (slopes != 0).any()
-    np.testing.assert_allclose(jax.grad(loss)(log_gates), slopes, atol=1e-5)
+        differences[at] = (oracle_loss(at, 1e-4) - oracle_loss(at, -1e-4)) / 2e-4
+    assert (differences != 0).any()
+    np.testing.assert_allclose(jax.grad(loss)(log_gates), differences, atol=1e-5)
 
 
-def test_a6_gradient_late_in_a_long_row_is_of_its_own_document():
+def test_a6_gradient_late_in_a_long_row_is_that_of_its_document():
     first, second = 1500, 5
     ids = np.repeat([1, 2], [first, second])
 
     @jax.jit
     @jax.grad
     def gradient(gates):
-        return past(bias_of(gates, ids)[:, first:, first:]).sum()
+        return visible_bias(bias_of(gates, ids)[:, first:, first:]).sum()
 
     gradients = gradient(gates_of(first + second, 2))
     np.testing.assert_array_equal(gradients[:first], 0)

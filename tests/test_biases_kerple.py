@@ -39,7 +39,7 @@ def test_log_rows():
 
 
 def test_log_of_a_small_rate_keeps_its_digits():
-    """Where 1 + rate is rounded to 1 the bias would be nothing at all."""
+    """A bias computed with the rounded 1 + rate, which is 1, would be 0."""
     bias = kerple_log_bias(jnp.ones(1), jnp.array([1e-8]), 1, 2)
     np.testing.assert_allclose(bias[0, 0], [-1e-8, 0], rtol=1e-6)
 
@@ -53,8 +53,8 @@ def test_log_of_a_small_rate_keeps_its_digits():
     ],
 )
 def test_power_rows(exponent, row):
-    at = jnp.array([0, 1, 2, 3])
-    bias = kerple_power_bias_at(jnp.array([3.0]), jnp.array([float(exponent)]), at[2:3], at)
+    keys = jnp.arange(4)
+    bias = kerple_power_bias_at(jnp.array([3.0]), jnp.array([float(exponent)]), keys[2:3], keys)
     np.testing.assert_allclose(bias[0, 0], row, rtol=3e-7)
 
 
@@ -66,10 +66,10 @@ def test_power_of_one_is_alibi():
 
 
 @pytest.mark.parametrize("bias", [kerple_log_bias_at, kerple_power_bias_at])
-def test_a_query_s_own_key_is_no_reason_to_learn(bias):
-    """0^p has the derivative 0 · log 0 by p; a single NaN would stop a training run."""
-    own = jnp.array([7])
-    value, gradient = jax.value_and_grad(lambda weights: bias(*weights, own, own).sum())(
+def test_distance_zero_has_a_zero_gradient(bias):
+    """The formula 0 · log 0 of the derivative of 0^p is NaN, which would stop a training run."""
+    position = jnp.array([7])
+    value, gradient = jax.value_and_grad(lambda weights: bias(*weights, position, position).sum())(
         (jnp.array([2.0]), jnp.array([0.5]))
     )
     assert value == 0

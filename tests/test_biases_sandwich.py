@@ -33,18 +33,18 @@ def test_ratios_refuse_no_heads(num_heads):
 
 
 @pytest.mark.parametrize("num_heads", [4, np.int64(4)])
-def test_a_number_of_heads_stands_for_its_ratios(num_heads):
+def test_a_number_of_heads_means_its_ratios(num_heads):
     np.testing.assert_array_equal(sandwich_bias(num_heads, 3), sandwich_bias(sandwich_ratios(4), 3))
 
 
 def test_rows_of_four_features():
-    """Of frequencies 1 and 0.01."""
+    """The frequencies of width 4 are 1 and 0.01."""
     bias = sandwich_bias(jnp.array([1.0, 2.0]), 1, 3, width=4)
     row = [math.cos(d) + math.cos(d / 100) - 2 for d in (2, 1, 0)]
-    np.testing.assert_allclose(bias[:, 0], [row, [one / 2 for one in row]], atol=1e-6)
+    np.testing.assert_allclose(bias[:, 0], [row, [value / 2 for value in row]], atol=1e-6)
 
 
-def test_own_key_gets_nothing_and_all_others_less():
+def test_the_bias_is_zero_at_distance_zero_and_negative_elsewhere():
     bias = sandwich_bias(1, 64)[0] * 8
     np.testing.assert_allclose(jnp.diagonal(bias), 0, atol=5e-5)
     assert bias[~np.eye(64, dtype=bool)].max() < -0.4
@@ -54,7 +54,7 @@ def test_own_key_gets_nothing_and_all_others_less():
     ("first", "distance", "error"),
     [(0, 4096, 5e-5), (100_000, 4096, 5e-5), (2**30, 4096, 5e-5), (0, 100_000, 1e-3)],
 )
-def test_c6_only_the_distance_decides_the_error(first, distance, error):
+def test_c6_the_error_depends_on_the_distance_only(first, distance, error):
     keys = first + distance - np.linspace(0, distance, 200).astype(int)
     queries = np.array([first + distance])
     bias = sandwich_bias_at(jnp.ones(1), jnp.asarray(queries), jnp.asarray(keys))
@@ -68,6 +68,6 @@ def test_b11_no_array_of_all_angles_exists():
 
 
 @pytest.mark.parametrize("width", [0, -2, 7])
-def test_widths_that_are_not_pairs_are_refused(width):
+def test_odd_or_no_width_is_refused(width):
     with pytest.raises(ValueError, match=f"width={width} "):
         sandwich_bias(2, 3, width=width)

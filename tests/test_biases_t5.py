@@ -13,7 +13,7 @@ quick = settings(max_examples=25, deadline=None)
 
 
 def bucket_oracle(relative, bidirectional, num_buckets=32, max_distance=128):
-    """T5's definition, in rational numbers, one position at a time."""
+    """T5's definition, in rational numbers, for one relative position."""
     first = 0
     if bidirectional:
         num_buckets //= 2
@@ -89,9 +89,9 @@ def test_e1_every_near_distance_is_the_rational_one(bidirectional):
     st.integers(2, 20),
     st.integers(1, 10**5),
 )
-def test_t5_buckets_are_the_oracle(relative, bidirectional, per_side, beyond):
-    num_buckets = per_side * (2 if bidirectional else 1)
-    sizes = {"num_buckets": num_buckets, "max_distance": per_side // 2 + beyond}
+def test_t5_buckets_are_the_oracle(relative, bidirectional, per_direction, beyond):
+    num_buckets = per_direction * (2 if bidirectional else 1)
+    sizes = {"num_buckets": num_buckets, "max_distance": per_direction // 2 + beyond}
     buckets = t5_buckets(jnp.array(relative), bidirectional=bidirectional, **sizes)
     assert buckets.dtype == jnp.int32
     expected = [bucket_oracle(at, bidirectional, **sizes) for at in relative]
@@ -108,7 +108,7 @@ def test_t5_buckets_are_the_oracle(relative, bidirectional, per_side, beyond):
         (True, 32, 8, "max_distance=8 .* 8"),
     ],
 )
-def test_t5_refuses_buckets_without_a_meaning(bidirectional, num_buckets, max_distance, message):
+def test_t5_refuses_invalid_buckets(bidirectional, num_buckets, max_distance, message):
     with pytest.raises(ValueError, match=message):
         t5_buckets(
             jnp.arange(3),
@@ -119,7 +119,7 @@ def test_t5_refuses_buckets_without_a_meaning(bidirectional, num_buckets, max_di
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_t5_bias_looks_its_buckets_up(bidirectional):
+def test_t5_bias_is_the_table_row_of_the_bucket(bidirectional):
     table = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     options = {"bidirectional": bidirectional, "max_distance": 12}
     bias = t5_bias(jnp.asarray(table), 5, 20, **options)

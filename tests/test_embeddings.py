@@ -14,13 +14,15 @@ LAYOUTS = ["interleaved", "halves"]
 
 
 def oracle(position, width, layout):
-    """One position, one number after another, by wavelength."""
+    """The embedding of one position, from the wavelengths."""
     if layout == "interleaved":
-        waves = [10000.0 ** (2 * k / width) for k in range(width // 2)]
-        return [f(position / wave) for wave in waves for f in (math.sin, math.cos)]
-    steps = max(width // 2 - 1, 1)
-    waves = [math.exp(k * math.log(10000.0) / steps) for k in range(width // 2)]
-    return [f(position / wave) for f in (math.sin, math.cos) for wave in waves]
+        wavelengths = [10000.0 ** (2 * k / width) for k in range(width // 2)]
+        return [
+            f(position / wavelength) for wavelength in wavelengths for f in (math.sin, math.cos)
+        ]
+    exponent_divisor = max(width // 2 - 1, 1)
+    wavelengths = [math.exp(k * math.log(10000.0) / exponent_divisor) for k in range(width // 2)]
+    return [f(position / wavelength) for f in (math.sin, math.cos) for wavelength in wavelengths]
 
 
 @pytest.mark.parametrize(
@@ -48,10 +50,10 @@ def test_e5_first_position_is_0(layout, row):
 
 @quick
 @given(st.sampled_from(LAYOUTS), st.integers(-(2**14), 2**14), st.integers(1, 6))
-def test_e5_any_position_is_the_formula(layout, position, pairs):
+def test_e5_any_position_is_the_oracle(layout, position, pairs):
     table = sinusoidal(jnp.array([position]), 2 * pairs, layout=layout)
     assert table.dtype == jnp.float32
-    # float32 angles: half a unit in the last place of 2^14 is 2^-10.
+    # Angles are float32: half a unit in the last place of 2^14 is 2^-10.
     np.testing.assert_allclose(table[0], oracle(position, 2 * pairs, layout), atol=2e-3)
 
 

@@ -1,6 +1,7 @@
-"""Other people's models, with random weights of theirs: the same attention weights as ours.
+"""Compares attention weights with those of other libraries' models, with random parameters.
 
-`pip install -e '.[test,peers]'` brings them; `pytest -m slow tests/test_peers.py` runs this.
+`pip install -e '.[test,peers]'` installs the models. `pytest -m slow tests/test_peers.py` runs
+these tests.
 """
 
 import functools
@@ -15,7 +16,7 @@ from alibi_jax.biases import alibi_bias, alibi_slopes, t5_bias, t5_bias_at
 pytestmark = pytest.mark.slow
 
 BATCH, LENGTH, WIDTH, VOCAB = 2, 9, 48, 50
-# Rows as a tokenizer pads them: the first on the left, the second not at all.
+# The mask of a padded batch: the first row is padded on the left, the second is not padded.
 PADDED = np.array([[0] * 3 + [1] * (LENGTH - 3), [1] * LENGTH])
 HEADS = [1, 2, 3, 4, 6, 8, 12, 16]
 
@@ -31,11 +32,11 @@ def transformers(torch):
 
 
 def run(torch, model, attention_layer, projections, mask=None, **inputs):
-    """(outputs of the named projections of an attention layer, its weights [B, N, T, S])."""
-    caught = {}
+    """Outputs of an attention layer's named projections, and its attention weights [B, N, T, S]."""
+    outputs_by_name = {}
 
     def keep(name):
-        return lambda module, _, output: caught.__setitem__(name, output.detach().numpy())
+        return lambda module, _, output: outputs_by_name.__setitem__(name, output.detach().numpy())
 
     hooks = [
         getattr(attention_layer, name).register_forward_hook(keep(name)) for name in projections
@@ -51,14 +52,14 @@ def run(torch, model, attention_layer, projections, mask=None, **inputs):
         )
     for hook in hooks:
         hook.remove()
-    return [caught[name] for name in projections], outputs.attentions[0].numpy()
+    return [outputs_by_name[name] for name in projections], outputs.attentions[0].numpy()
 
 
 def weights_of(attend, query, key, **kwargs):
-    """Ours: attention to values that say which key they are of, [B, N, T, S]."""
+    """The weights [B, N, T, S] of this code's attention: its output for one-hot values."""
     batch, length, heads, _ = key.shape
-    marks = jnp.broadcast_to(jnp.eye(length)[:, None], (batch, length, heads, length))
-    return jnp.moveaxis(attend(jnp.asarray(query), jnp.asarray(key), marks, **kwargs), 2, 1)
+    one_hot = jnp.broadcast_to(jnp.eye(length)[:, None], (batch, length, heads, length))
+    return jnp.moveaxis(attend(jnp.asarray(query), jnp.asarray(key), one_hot, **kwargs), 2, 1)
 
 
 def assert_same_where_real(ours, theirs, mask=None):
@@ -71,8 +72,8 @@ def assert_same_where_real(ours, theirs, mask=None):
 
 @pytest.mark.parametrize("mask", [None, PADDED], ids=["whole", "padded"])
 @pytest.mark.parametrize("heads", HEADS)
-def test_bloom_attends_as_we_do(torch, transformers, heads, mask):
-    """Its bias is by key alone, of positions counted over what is real."""
+def test_bloom_has_the_same_attention_weights(torch, transformers, heads, mask):
+    """BLOOM's bias depends on the key only; its positions count tokens without the padding."""
     torch.manual_seed(0)
     config = transformers.BloomConfig(
         vocab_size=VOCAB,
@@ -97,7 +98,7 @@ def test_bloom_attends_as_we_do(torch, transformers, heads, mask):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_mpt_attends_as_we_do(torch, transformers, heads):
+def test_mpt_has_the_same_attention_weights(torch, transformers, heads):
     torch.manual_seed(0)
     config = transformers.MptConfig(
         vocab_size=VOCAB,
@@ -117,7 +118,7 @@ def test_mpt_attends_as_we_do(torch, transformers, heads):
 @pytest.mark.parametrize("bias_max", [6, 8, 16])
 @pytest.mark.parametrize("heads", HEADS)
 def test_mpt_s_bias_max_is_a_power_of_our_slopes(torch, transformers, heads, bias_max):
-    """Its `alibi_bias_max` b makes slopes of 2^(-b/N) where ours are of 2^(-8/N)."""
+    """MPT's slopes are powers of 2^(-b/N), b its `alibi_bias_max`, where ours have 2^(-8/N)."""
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
     theirs = build_mpt_alibi_tensor(heads, LENGTH, alibi_bias_max=bias_max).numpy()[:, 0]
@@ -132,7 +133,7 @@ def test_a1_slopes_are_those_of_bloom_and_mpt(torch, transformers, heads):
 
     ours = np.asarray(alibi_bias(heads, 1, 5, offset=4))[:, 0]
     bloom = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32).numpy()[:, 0]
-    # By key alone: less the value at the query's own key.
+    # BLOOM's bias depends on the key only: subtract its value at the query's own key.
     np.testing.assert_allclose(bloom - bloom[:, -1:], ours, atol=1e-6)
     mpt = build_mpt_alibi_tensor(heads, 5).numpy()[:, 0]
     np.testing.assert_allclose(mpt, ours, atol=1e-6)
@@ -143,7 +144,7 @@ def test_a1_slopes_are_those_of_bloom_and_mpt(torch, transformers, heads):
 def test_falcon_s_bias_is_divided_by_the_root_of_the_head_size(
     torch, transformers, multi_query, mask
 ):
-    """tiiuae/falcon-rw: the bias is added before the scores are scaled, so slopes are smaller."""
+    """tiiuae/falcon-rw adds the bias before it scales the scores, so its slopes are smaller."""
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
     torch.manual_seed(0)
@@ -162,14 +163,14 @@ def test_falcon_s_bias_is_divided_by_the_root_of_the_head_size(
     layer = transformers.FalconModel(config).h[0].self_attention.eval()
     fused = []
     layer.query_key_value.register_forward_hook(lambda *call: fused.append(call[-1].numpy()))
-    # The layer by itself: the model of some versions adds the bias to the mask once more.
+    # Run the layer only: in some versions the whole model adds the bias to the mask once more.
     real = torch.ones(BATCH, LENGTH, dtype=torch.long) if mask is None else torch.tensor(mask)
-    seen = torch.ones(LENGTH, LENGTH).tril().bool() & real.bool()[:, None, None, :]
+    visible = torch.ones(LENGTH, LENGTH).tril().bool() & real.bool()[:, None, None, :]
     with torch.no_grad():
         _, theirs = layer(
             torch.randn(BATCH, LENGTH, heads * size),
             build_alibi_tensor(real, heads, torch.float32),
-            torch.where(seen, 0.0, torch.finfo(torch.float32).min),
+            torch.where(visible, 0.0, torch.finfo(torch.float32).min),
             output_attentions=True,
         )
     fused, theirs = fused[0], theirs.numpy()
@@ -190,8 +191,8 @@ def test_falcon_s_bias_is_divided_by_the_root_of_the_head_size(
 
 
 @pytest.mark.parametrize("decoder", [False, True])
-def test_t5_attends_as_we_do(torch, transformers, decoder):
-    """It does not divide the scores by the root of the head size."""
+def test_t5_has_the_same_attention_weights(torch, transformers, decoder):
+    """T5 does not divide the scores by the square root of the head size."""
     torch.manual_seed(0)
     heads, size = 4, 12
     config = transformers.T5Config(
@@ -221,7 +222,7 @@ def test_t5_attends_as_we_do(torch, transformers, decoder):
         key,
     )
     assert_same_where_real(ours, theirs)
-    # Far beyond the largest distance, too.
+    # Also compare the biases far beyond `max_distance`.
     bias = layer.compute_bias(300, 300).detach().numpy()[0]
     far = np.asarray(t5_bias(table, 300, bidirectional=not decoder))
     np.testing.assert_array_equal(far, bias)

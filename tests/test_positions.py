@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -20,7 +21,7 @@ from alibi_jax.biases import (
 )
 from alibi_jax.config import POSITIONS, Model
 from alibi_jax.embeddings import sinusoidal
-from alibi_jax.positions import METHODS, make_position_method
+from alibi_jax.positions import METHODS, MethodSpec, PositionMethod, make_position_method
 from alibi_jax.rotations import (
     interpolated_frequencies,
     ntk_frequencies,
@@ -35,7 +36,7 @@ from alibi_jax.rotations import (
 
 WIDTH, HEADS, SIZE, LENGTH = 16, 4, 4, 6
 
-# Which hooks act: embed, rotate, bias, gates.
+# The hook through which each method acts.
 HOOKS = {
     "alibi": "bias",
     "alibi_learned": "bias",
@@ -55,9 +56,9 @@ HOOKS = {
     "fox": "gates",
     "none": None,
 }
-# Methods of which distances alone matter, by what their hook gives. Of FIRE they do not.
+# The biases that depend on distances only. FIRE's also depends on the query's position.
 RELATIVE_BIASES = ["alibi", "alibi_learned", "t5", "kerple_log", "kerple_power", "sandwich"]
-FIXED = [
+WITHOUT_PARAMETERS = [
     "alibi", "sinusoidal", "shape", "randomized", "rotary", "rotary_truncated", "xpos",
     "sandwich", "none",
 ]  # fmt: skip
@@ -78,7 +79,7 @@ def bias_of(position, query_positions, key_positions):
 
 
 def hooks(position, positions=None):
-    """What a method's hooks give for some embeddings, queries, keys and positions."""
+    """The results of a method's hooks for random embeddings, queries and keys."""
     if positions is None:
         positions = jnp.arange(LENGTH)
     query, key = normal(2, LENGTH, HEADS, SIZE), normal(2, LENGTH, HEADS, SIZE)[:, ::-1]
@@ -90,21 +91,78 @@ def hooks(position, positions=None):
     }
 
 
-def test_every_configurable_method_is_there():
-    assert set(METHODS) == set(POSITIONS)
+def leaves(tree):
+    return jax.tree.leaves(tree)
+
+
+def test_the_configuration_and_the_registry_name_the_same_methods():
+    assert list(METHODS) == list(POSITIONS)
+
+
+def acting_hooks(name):
+    """The hooks whose results differ from those of the method `none`."""
+    results, unchanged = hooks(method(name)), hooks(method("none"))
+    return {
+        hook
+        for hook in results
+        if len(leaves(results[hook])) != len(leaves(unchanged[hook]))
+        or not all(map(np.array_equal, leaves(results[hook]), leaves(unchanged[hook])))
+    }
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-def test_each_method_acts_in_its_own_place(name):
-    given, nothing = hooks(method(name)), hooks(method("none"))
-    for hook in given:
-        same = [np.array_equal(*pair) for pair in zip(leaves(given[hook]), leaves(nothing[hook]))]
-        acts = len(leaves(given[hook])) != len(leaves(nothing[hook])) or not all(same)
-        assert acts == (hook == HOOKS[name]), hook
+def test_the_configuration_knows_which_methods_only_embed(name):
+    """One that embeds but is not known to would be accepted for some layers and act in all."""
+    acting = acting_hooks(name)
+    assert ("embed" in acting) == POSITIONS[name].embeds
+    assert not POSITIONS[name].embeds or acting == {"embed"}
 
 
-def leaves(tree):
-    return jax.tree.leaves(tree)
+@pytest.mark.parametrize("rescaling", ["linear", "ntk", "yarn"])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_the_configuration_knows_which_methods_can_be_rescaled(name, rescaling):
+    plain, rescaled = (
+        leaves(hooks(method(name, rescaling=rescaling, rescaling_factor=factor)))
+        for factor in (1.0, 8.0)
+    )
+    changed = not all(map(np.array_equal, rescaled, plain))
+    assert changed == (rescaling in POSITIONS[name].rescalings)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_each_method_acts_through_its_own_hook_only(name):
+    assert acting_hooks(name) == ({HOOKS[name]} if HOOKS[name] else set())
+
+
+class Embeds(PositionMethod):
+    def embed(self, x, positions):
+        return 2 * x
+
+
+class DrawsPositions(PositionMethod):
+    def training_positions(self, positions, key, batch_size):
+        return positions + 1
+
+
+class EndsAtLength(PositionMethod):
+    def __init__(self):
+        self.max_length = 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "hook"),
+    [(Embeds, "embed"), (DrawsPositions, "training_positions"), (EndsAtLength, "max_length")],
+)
+def test_a_method_for_each_layer_must_not_override_a_hook_for_the_whole_model(
+    monkeypatch, kind, hook
+):
+    """The model calls these hooks of shared methods only: the method would train as `none`."""
+    spec = MethodSpec(lambda config, train_length, rngs: kind(), per_layer=True)
+    monkeypatch.setitem(METHODS, "new", spec)
+    with pytest.raises(ValueError, match=f"'new' has per_layer=True and overrides {hook}, "):
+        method("new")
+    monkeypatch.setitem(METHODS, "new", dataclasses.replace(spec, per_layer=False))
+    assert isinstance(method("new"), kind)
 
 
 @pytest.mark.parametrize("name", [*RELATIVE_BIASES, "fire"])
@@ -148,19 +206,23 @@ def test_rotations_are_the_pure_functions(positions):
     query = normal(2, given.shape[-1], HEADS, SIZE)
     key = query[:, ::-1]
 
-    def turned(frequencies, temperature=1.0):
-        one, other = (rotary(x, given, frequencies=frequencies) for x in (query, key))
-        return one * temperature**2, other
+    def rotated(frequencies, temperature=1.0):
+        rotated_query, rotated_key = (
+            rotary(x, given, frequencies=frequencies) for x in (query, key)
+        )
+        return rotated_query * temperature**2, rotated_key
 
     xl = method("transformer_xl")
     pure = {
-        method("rotary"): turned(rotary_frequencies(SIZE)),
-        method("rotary_truncated", rotary_fraction=0.5): turned(truncated_frequencies(SIZE, 0.5)),
-        method("rotary", rescaling="linear", rescaling_factor=8.0): turned(
+        method("rotary"): rotated(rotary_frequencies(SIZE)),
+        method("rotary_truncated", rotary_fraction=0.5): rotated(truncated_frequencies(SIZE, 0.5)),
+        method("rotary", rescaling="linear", rescaling_factor=8.0): rotated(
             interpolated_frequencies(SIZE, 8.0)
         ),
-        method("rotary", rescaling="ntk", rescaling_factor=8.0): turned(ntk_frequencies(SIZE, 8.0)),
-        method("rotary", rescaling="yarn", rescaling_factor=8.0): turned(
+        method("rotary", rescaling="ntk", rescaling_factor=8.0): rotated(
+            ntk_frequencies(SIZE, 8.0)
+        ),
+        method("rotary", rescaling="yarn", rescaling_factor=8.0): rotated(
             yarn_frequencies(SIZE, 8.0, LENGTH), yarn_temperature(8.0)
         ),
         method("xpos"): xpos(query, key, given, given),
@@ -175,8 +237,8 @@ def test_rotations_are_the_pure_functions(positions):
         ),
     }
     for position, expected in pure.items():
-        for one, other in zip(position.rotate(query, key, given, given), expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+        for x, y in zip(position.rotate(query, key, given, given), expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["alibi", "alibi_learned"])
@@ -195,8 +257,8 @@ def test_e4_a_factor_of_one_changes_nothing(name):
     plain = hooks(method(name))
     for rescaling in ("linear", "ntk", "yarn") if name == "rotary" else ("linear",):
         rescaled = hooks(method(name, rescaling=rescaling, rescaling_factor=1.0))
-        for one, other in zip(leaves(rescaled), leaves(plain), strict=True):
-            np.testing.assert_array_equal(one, other)
+        for x, y in zip(leaves(rescaled), leaves(plain), strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 def test_sinusoids_are_added():
@@ -209,7 +271,7 @@ def test_sinusoids_are_added():
 
 
 def test_shape_shifts_each_training_sequence_as_a_whole():
-    """Kiyono et al. 2021, section 3: uniformly from 0 to the greatest shift."""
+    """Kiyono et al. 2021, section 3: the shift is uniform from 0 to `max_shift`."""
     drawn = method("shape", max_shift=3).training_positions(
         jnp.arange(LENGTH), jax.random.key(0), 400
     )
@@ -221,15 +283,15 @@ def test_shape_shifts_each_training_sequence_as_a_whole():
 
 
 def test_randomized_draws_an_ordered_subset_for_each_training_sequence():
-    """Ruoss et al. 2023, section 3: without replacement, from the whole range."""
+    """Ruoss et al. 2023, section 3: it is drawn without replacement from the whole range."""
     position = method("randomized", randomized_range=8)
     drawn = position.training_positions(jnp.arange(LENGTH), jax.random.key(0), 400)
     assert (np.diff(drawn, axis=1) > 0).all()
     values, counts = np.unique(drawn, return_counts=True)
     np.testing.assert_array_equal(values, np.arange(8))
-    # Each of 8 is among 6 drawn in three of four sequences.
+    # 6 of 8 positions are drawn, so each is drawn in three quarters of 400 sequences.
     np.testing.assert_allclose(counts, 300, atol=45)
-    # Packed documents count anew, from the least of the row's subset.
+    # Each packed document starts again at the smallest position of the row's subset.
     packed = jnp.array([[0, 1, 2, 0, 1, 2]])
     of_packed = position.training_positions(packed, jax.random.key(1), 1)
     np.testing.assert_array_equal(of_packed[0, :3], of_packed[0, 3:])
@@ -256,12 +318,12 @@ def test_forget_gates_are_log_sigmoids_of_a_projection():
 
 
 def test_parameters_start_where_the_authors_start_them():
-    many = Model(width=1024, num_heads=1024)
+    config = Model(width=1024, num_heads=1024)
 
     def made(name):
-        return make_position_method(name, many, train_length=2048, rngs=nnx.Rngs(0))
+        return make_position_method(name, config, train_length=2048, rngs=nnx.Rngs(0))
 
-    # chijames/KERPLE, megatron/mpu/layers.py: uniform to 2 and to 1, and not below 0.01.
+    # chijames/KERPLE, megatron/mpu/layers.py: uniform up to 2 or up to 1, and at least 0.01.
     for values, largest in [
         (jnp.exp(made("kerple_log").log_scale[...]), 2),
         (jnp.exp(made("kerple_log").log_rate[...]), 1),
@@ -271,7 +333,7 @@ def test_parameters_start_where_the_authors_start_them():
         assert 0.009 < values.min() < 0.05
         assert 0.95 * largest < values.max() <= largest
         np.testing.assert_allclose(values.mean(), largest / 2, atol=0.06)
-    # Li et al. 2023, appendix: c at 0.1, L at 512 for a training length of 2048.
+    # Li et al. 2023, appendix: c starts at 0.1, and L at 512 for a training length of 2048.
     fire = made("fire")
     assert float(fire.rate[...]) == np.float32(0.1)
     np.testing.assert_allclose(jnp.exp(fire.log_threshold[...]), 512, rtol=1e-6)
@@ -302,7 +364,7 @@ def test_embeddings_and_queries_keep_their_dtype_and_biases_are_float32(name):
 
 
 def test_c6_angles_of_bfloat16_queries_are_float32():
-    """EleutherAI/gpt-neox#1003: bfloat16 has no odd integer above 256."""
+    """EleutherAI/gpt-neox#1003: bfloat16 can't represent odd integers above 256."""
     query = jnp.ones((1, 2, 1, SIZE), jnp.bfloat16)
     near = jnp.array([256, 257])
     rotated, _ = method("rotary").rotate(query, query, near, near)
@@ -313,7 +375,7 @@ def test_c6_angles_of_bfloat16_queries_are_float32():
         np.testing.assert_allclose(np.asarray(half, np.float32), exact, atol=8e-3)
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", WITHOUT_PARAMETERS)
 def test_a6_fixed_methods_have_no_parameters(name):
     assert not jax.tree.leaves(nnx.state(method(name)))
 
@@ -324,10 +386,10 @@ def test_a3_alibi_is_of_all_heads():
     )
 
 
-# Past the end of a learned table, where JAX's own indexing clamps, wraps or says nothing.
+# Positions past the end of a learned table. JAX's own indexing clamps or wraps them silently.
 
 
-def test_e6_learned_reaches_to_its_end():
+def test_e6_learned_has_every_row_of_its_table():
     learned = method("learned")
     assert jnp.isfinite(learned.embed(normal(1, LENGTH, WIDTH), jnp.arange(LENGTH))).all()
 
@@ -352,7 +414,7 @@ def test_e6_explicit_positions_past_the_table_are_refused(positions):
     positions = jnp.array(positions)
     with pytest.raises(ValueError, match=rf"end at 6.* length of {positions.max() + 1}"):
         learned.embed(x, positions)
-    # Known while tracing, too.
+    # Positions that are constants of the trace are refused too.
     with pytest.raises(ValueError, match=rf"end at 6.* length of {positions.max() + 1}"):
         jax.jit(functools.partial(learned.embed, positions=positions))(x)
 
@@ -366,7 +428,7 @@ def test_e6_traced_positions_past_the_table_give_nan(past):
 
 
 def test_e6_decoding_at_the_end_of_the_table_is_refused():
-    """One token at a time: the length says nothing, the position does."""
+    """Decoding is one token at a time, so the position must be checked, not the length."""
     learned, x = method("learned"), normal(1, 1, WIDTH)
     assert jnp.isfinite(learned.embed(x, jnp.array([5]))).all()
     with pytest.raises(ValueError, match=r"end at 6.* length of 7"):
@@ -374,42 +436,41 @@ def test_e6_decoding_at_the_end_of_the_table_is_refused():
 
 
 @pytest.mark.parametrize("name", sorted(set(POSITIONS) - {"learned"}))
-def test_other_methods_reach_any_position(name):
+def test_other_methods_have_no_maximal_length(name):
     position, far = method(name), jnp.arange(100_000, 100_000 + LENGTH)
     assert position.max_length is None
     assert all(jnp.isfinite(x).all() for x in leaves(hooks(position, far)))
 
 
 @pytest.mark.parametrize("name", RELATIVE_BIASES)
-def test_relative_biases_do_not_change_when_all_positions_move(name):
+def test_relative_biases_do_not_change_when_all_positions_shift(name):
     position, near = method(name), jnp.arange(LENGTH)
     np.testing.assert_allclose(
         bias_of(position, near + 1000, near + 1000),
         bias_of(position, near, near),
         rtol=0,
-        # Products of rounded cosines are added up, of 64 pairs; all others are exact.
+        # Sandwich sums the rounded products of 64 pairs; the other biases are exact.
         atol=1e-5 if name == "sandwich" else 0,
     )
 
 
 @pytest.mark.parametrize(
-    ("name", "moved"),
+    ("name", "shift"),
     [("rotary", 1000), ("rotary_truncated", 1000), ("xpos", 100_000), ("transformer_xl", 100_000)],
 )
-def test_products_do_not_change_when_all_positions_move(name, moved):
+def test_products_do_not_change_when_all_positions_shift(name, shift):
     position, near = method(name), jnp.arange(LENGTH)
     query, key = normal(1, LENGTH, HEADS, SIZE), normal(1, LENGTH, HEADS, SIZE)[:, ::-1]
 
     def products(positions):
-        rotated = position.rotate(query, key, positions, positions)
-        return jnp.einsum("btnh,bsnh->bnts", *rotated)
+        return jnp.einsum("btnh,bsnh->bnts", *position.rotate(query, key, positions, positions))
 
-    np.testing.assert_allclose(products(near + moved), products(near), atol=1e-3)
+    np.testing.assert_allclose(products(near + shift), products(near), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_a_method_can_be_made_while_tracing(name):
-    """As for shapes alone; and what is static is the same each time, or models compile anew."""
-    one, other = (nnx.eval_shape(lambda: method(name)) for _ in range(2))
-    assert nnx.graphdef(one) == nnx.graphdef(other)
-    assert hash(nnx.graphdef(one)) == hash(nnx.graphdef(method(name)))
+    """The static part must be equal each time, or each new model would be compiled again."""
+    first, second = (nnx.eval_shape(lambda: method(name)) for _ in range(2))
+    assert nnx.graphdef(first) == nnx.graphdef(second)
+    assert hash(nnx.graphdef(first)) == hash(nnx.graphdef(method(name)))

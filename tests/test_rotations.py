@@ -9,12 +9,12 @@ from alibi_jax.rotations import rotary, rotary_angles, rotary_frequencies
 
 quick = settings(max_examples=25, deadline=None)
 
-# One compilation for each shape, where running the operations one by one takes one for each.
+# Compiled as a whole: otherwise each operation is compiled separately for each shape.
 compiled = jax.jit(rotary)
 
 
 def oracle(x, positions, base=10000.0, size=None):
-    """Each pair as a complex number, times e^(i·angle), in float64."""
+    """Multiplies each pair, as a complex number, by e^(i·angle), in float64."""
     x = np.array(x, np.float64)
     size = x.shape[-1] if size is None else size
     half = size // 2
@@ -41,31 +41,31 @@ def test_c6_angles_are_float32():
 def test_c6_bfloat16_is_rotated_in_float32():
     x = normal(2048, 1, 32).astype(jnp.bfloat16)
     positions = jnp.arange(2048)
-    turned = rotary(x, positions)
-    assert turned.dtype == jnp.bfloat16
+    rotated = rotary(x, positions)
+    assert rotated.dtype == jnp.bfloat16
     np.testing.assert_array_equal(
-        turned, rotary(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
+        rotated, rotary(x.astype(jnp.float32), positions).astype(jnp.bfloat16)
     )
-    # Half a step of bfloat16, and no more.
+    # The error is at most the rounding to bfloat16, half a unit in the last place.
     np.testing.assert_allclose(
-        np.asarray(turned, np.float64), oracle(x, positions), rtol=2**-8, atol=1e-3
+        np.asarray(rotated, np.float64), oracle(x, positions), rtol=2**-8, atol=1e-3
     )
 
 
 def test_c6_neighbours_past_256_differ():
     x = jnp.ones((2, 1, 32), jnp.bfloat16)
-    turned = rotary(x, jnp.array([256, 257]))
-    assert (turned[0] != turned[1]).any()
+    rotated = rotary(x, jnp.array([256, 257]))
+    assert (rotated[0] != rotated[1]).any()
 
 
-def test_e2_turns_one_zero_at_position_3():
-    turned = rotary(jnp.array([[[1.0, 0.0]]]), jnp.array([3]))
-    np.testing.assert_allclose(turned[0, 0], [-0.9899925, 0.1411200], atol=1e-6)
+def test_e2_one_zero_rotated_to_position_3():
+    rotated = rotary(jnp.array([[[1.0, 0.0]]]), jnp.array([3]))
+    np.testing.assert_allclose(rotated[0, 0], [-0.9899925, 0.1411200], atol=1e-6)
 
 
 def test_e2_layout_pairs_the_halves():
-    turned = rotary(jnp.eye(8)[:1][None], jnp.array([1]))[0, 0]
-    np.testing.assert_array_equal(jnp.nonzero(turned)[0], [0, 4])
+    rotated = rotary(jnp.eye(8)[:1][None], jnp.array([1]))[0, 0]
+    np.testing.assert_array_equal(jnp.nonzero(rotated)[0], [0, 4])
 
 
 def test_e2_scores_depend_on_the_distance_only():
@@ -89,11 +89,11 @@ def test_e2_scores_depend_on_the_distance_only():
 def test_e2_part_of_the_head_is_rotated():
     x = normal(2, 5, 3, 16)
     positions = jnp.arange(5)
-    turned = rotary(x, positions, frequencies=rotary_frequencies(8))
-    np.testing.assert_array_equal(turned[..., 8:], x[..., 8:])
-    # The exponents are those of a head of 8, not of 16.
-    np.testing.assert_array_equal(turned[..., :8], rotary(x[..., :8], positions))
-    np.testing.assert_allclose(turned, oracle(x, positions, size=8), atol=1e-5)
+    rotated = rotary(x, positions, frequencies=rotary_frequencies(8))
+    np.testing.assert_array_equal(rotated[..., 8:], x[..., 8:])
+    # The frequencies are those of a head with 8 features, not with 16.
+    np.testing.assert_array_equal(rotated[..., :8], rotary(x[..., :8], positions))
+    np.testing.assert_allclose(rotated, oracle(x, positions, size=8), atol=1e-5)
 
 
 def test_e3_cached_steps_are_the_whole():
@@ -102,13 +102,13 @@ def test_e3_cached_steps_are_the_whole():
     np.testing.assert_allclose(jnp.concatenate(steps, 1), compiled(x, jnp.arange(8)), atol=1e-6)
 
 
-def test_e3_rows_at_offsets_of_their_own_are_each_row_alone():
+def test_e3_rows_at_different_offsets_are_each_row_alone():
     x = normal(3, 4, 2, 16)
     positions = jnp.array([[0, 1, 2, 3], [6, 7, 8, 9], [0, 0, 0, 1]])
-    turned = rotary(x, positions)
-    for row, own, at in zip(turned, x, positions):
-        np.testing.assert_array_equal(row, rotary(own, at))
-    np.testing.assert_array_equal(turned, jax.vmap(rotary)(x, positions))
+    rotated = rotary(x, positions)
+    for rotated_row, row, row_positions in zip(rotated, x, positions):
+        np.testing.assert_array_equal(rotated_row, rotary(row, row_positions))
+    np.testing.assert_array_equal(rotated, jax.vmap(rotary)(x, positions))
 
 
 def test_e3_sharded_positions_are_rows_of_the_whole():
@@ -138,19 +138,19 @@ def test_d1_d3_padded_and_packed_positions():
 def test_rotary_is_the_oracle_and_keeps_norms(positions, pairs, base, seed):
     x = normal(2, 3, 2, 8, seed=seed)
     frequencies = rotary_frequencies(2 * pairs, base=base)
-    turned = compiled(x, jnp.array(positions), frequencies=frequencies)
-    assert turned.dtype == x.dtype
-    np.testing.assert_allclose(turned, oracle(x, positions, base, 2 * pairs), atol=1e-3)
+    rotated = compiled(x, jnp.array(positions), frequencies=frequencies)
+    assert rotated.dtype == x.dtype
+    np.testing.assert_allclose(rotated, oracle(x, positions, base, 2 * pairs), atol=1e-3)
     np.testing.assert_allclose(
-        jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
+        jnp.linalg.norm(rotated, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
     )
 
 
 def test_gradient_is_the_rotation_back():
-    x, pull = normal(5, 2, 8, seed=1), normal(5, 2, 8, seed=2)
+    x, cotangent = normal(5, 2, 8, seed=1), normal(5, 2, 8, seed=2)
     at = jnp.arange(5)
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(rotary(x, at) * pull)))(x)
-    np.testing.assert_allclose(gradient, compiled(pull, -at), atol=1e-5)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(rotary(x, at) * cotangent)))(x)
+    np.testing.assert_allclose(gradient, compiled(cotangent, -at), atol=1e-5)
 
 
 def test_frequencies_may_be_traced():
@@ -165,9 +165,10 @@ def test_frequencies_may_be_traced():
 
 
 def test_exported_for_any_length():
-    batch = jax.export.symbolic_shape("T")
+    symbolic_length = jax.export.symbolic_shape("T")
     exported = jax.export.export(compiled)(
-        jax.ShapeDtypeStruct((*batch, 2, 8), jnp.float32), jax.ShapeDtypeStruct(batch, jnp.int32)
+        jax.ShapeDtypeStruct((*symbolic_length, 2, 8), jnp.float32),
+        jax.ShapeDtypeStruct(symbolic_length, jnp.int32),
     )
     for length in (1, 5):
         x, at = normal(length, 2, 8), 7 + jnp.arange(length)
@@ -180,5 +181,5 @@ def test_odd_head_is_refused():
 
 
 def test_frequencies_above_the_head_name_both():
-    with pytest.raises(ValueError, match="5 frequencies turn 10 features, more than the 8 "):
+    with pytest.raises(ValueError, match="5 frequencies rotate 10 features, more than the 8 "):
         rotary(jnp.ones((1, 1, 8)), jnp.arange(1), frequencies=rotary_frequencies(10))

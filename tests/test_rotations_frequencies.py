@@ -23,19 +23,19 @@ sizes = st.integers(2, 64).map(lambda pairs: 2 * pairs)
 factors = st.floats(1.0, 64.0)
 bases = st.floats(10.0, 1e6)
 
-# float32 is half a unit in the last place off, 2^-24.
-EXACT = 1e-7
+# The relative rounding error of float32 is at most 2^-24.
+ROUNDING = 1e-7
 
 
-def oracle(size, base=10000.0):
-    """One wavelength after another, in positions a turn; the frequency is 2π over it."""
+def wavelengths(size, base=10000.0):
+    """The wavelengths, in positions per turn; a frequency is 2π divided by its wavelength."""
     return [2 * math.pi * base ** (2 * pair / size) for pair in range(size // 2)]
 
 
 def yarn_oracle(size, factor, train_length, base=10000.0, beta_fast=32.0, beta_slow=1.0):
-    """The paper's three cases, a pair at a time."""
+    """The paper's three cases, for one pair at a time."""
     frequencies = []
-    for wavelength in oracle(size, base):
+    for wavelength in wavelengths(size, base):
         turns = train_length / wavelength
         if turns < beta_slow:
             gamma = 0.0
@@ -50,10 +50,12 @@ def yarn_oracle(size, factor, train_length, base=10000.0, beta_fast=32.0, beta_s
 
 @quick
 @given(sizes, bases)
-def test_rotary_frequencies_are_the_oracle(size, base):
+def test_rotary_frequencies_have_the_wavelengths_of_the_paper(size, base):
     frequencies = rotary_frequencies(size, base=base)
     assert frequencies.dtype == jnp.float32
-    np.testing.assert_allclose(frequencies, 2 * np.pi / np.array(oracle(size, base)), rtol=EXACT)
+    np.testing.assert_allclose(
+        frequencies, 2 * np.pi / np.array(wavelengths(size, base)), rtol=ROUNDING
+    )
 
 
 @quick
@@ -61,8 +63,8 @@ def test_rotary_frequencies_are_the_oracle(size, base):
 def test_e4_interpolation_divides_every_angle(size, factor, base):
     frequencies = interpolated_frequencies(size, factor, base=base)
     assert frequencies.dtype == jnp.float32
-    expected = [2 * np.pi / (factor * wavelength) for wavelength in oracle(size, base)]
-    np.testing.assert_allclose(frequencies, expected, rtol=EXACT)
+    expected = [2 * np.pi / (factor * wavelength) for wavelength in wavelengths(size, base)]
+    np.testing.assert_allclose(frequencies, expected, rtol=ROUNDING)
 
 
 def test_e4_interpolated_position_is_the_position_over_the_factor():
@@ -81,8 +83,8 @@ def test_e4_interpolated_position_is_the_position_over_the_factor():
     ],
 )
 def test_e4_ntk_bases(size, factor, base):
-    expected = 2 * np.pi / np.array(oracle(size, base))
-    np.testing.assert_allclose(ntk_frequencies(size, factor), expected, rtol=EXACT)
+    expected = 2 * np.pi / np.array(wavelengths(size, base))
+    np.testing.assert_allclose(ntk_frequencies(size, factor), expected, rtol=ROUNDING)
 
 
 @quick
@@ -91,14 +93,14 @@ def test_e4_ntk_leaves_the_fastest_pair_and_interpolates_the_slowest(size, facto
     frequencies = ntk_frequencies(size, factor, base=base)
     assert frequencies[0] == 1.0
     slowest = interpolated_frequencies(size, factor, base=base)[-1]
-    np.testing.assert_allclose(frequencies[-1], slowest, rtol=2 * EXACT)
+    np.testing.assert_allclose(frequencies[-1], slowest, rtol=2 * ROUNDING)
 
 
 def test_e4_dynamic_ntk_base():
     factor = dynamic_ntk_factor(2.0, 4096, 2048)
     assert factor == 3.0
-    expected = 2 * np.pi / np.array(oracle(128, 30527.7367))
-    np.testing.assert_allclose(ntk_frequencies(128, factor), expected, rtol=EXACT)
+    expected = 2 * np.pi / np.array(wavelengths(128, 30527.7367))
+    np.testing.assert_allclose(ntk_frequencies(128, factor), expected, rtol=ROUNDING)
 
 
 @quick
@@ -125,10 +127,10 @@ def test_e4_long_then_short_is_short_alone():
     long = jax.random.normal(jax.random.key(0), (12, 1, 8))
     short = long[:4]
     alone = dynamic()(short)
-    either = dynamic()
-    # Long inputs are scaled, so that there is something to restore.
-    assert (either(long)[1:4, 0, 1] != alone[1:4, 0, 1]).all()
-    np.testing.assert_array_equal(either(short), alone)
+    both = dynamic()
+    # The long input is rescaled, so a state that leaked into the short one would show.
+    assert (both(long)[1:4, 0, 1] != alone[1:4, 0, 1]).all()
+    np.testing.assert_array_equal(both(short), alone)
     np.testing.assert_array_equal(alone, jax.jit(rotary)(short, jnp.arange(4)))
 
 
@@ -138,15 +140,15 @@ def test_e4_yarn_is_the_oracle(size, factor, train_length, base):
     frequencies = yarn_frequencies(size, factor, train_length, base=base)
     assert frequencies.dtype == jnp.float32
     expected = yarn_oracle(size, factor, train_length, base)
-    np.testing.assert_allclose(frequencies, expected, rtol=EXACT)
+    np.testing.assert_allclose(frequencies, expected, rtol=ROUNDING)
 
 
 def test_e4_yarn_parts():
-    # Turns in 1024 positions: 163, 51.5, 16.3, 5.15, 1.63, then fewer than one.
+    # The pairs make 163, 51.5, 16.3, 5.15 and 1.63 turns in 1024 positions; the rest less than one.
     frequencies, unscaled = yarn_frequencies(16, 4.0, 1024), rotary_frequencies(16)
     np.testing.assert_array_equal(frequencies[:2], unscaled[:2])
     np.testing.assert_array_equal(frequencies[5:], unscaled[5:] / 4)
-    # (16.2975 - 1) / 31 of the frequency 0.1, and the rest of it over 4.
+    # The mixture of 0.1 and 0.1 / 4 with the share (16.2975 - 1) / 31 of 0.1.
     np.testing.assert_allclose(frequencies[2], 0.0620101, rtol=1e-5)
     betas = yarn_frequencies(16, 4.0, 1024, beta_fast=4.0, beta_slow=2.0)
     np.testing.assert_array_equal(betas[:4], unscaled[:4])
@@ -174,7 +176,7 @@ def test_e4_factor_1_is_exactly_unscaled(size, base, train_length):
 
 @quick
 @given(st.integers(1, 100), st.data(), bases)
-def test_truncated_turns_the_fastest_pairs_only(pairs, data, base):
+def test_truncated_rotates_the_fastest_pairs_only(pairs, data, base):
     turning = data.draw(st.integers(1, pairs))
     frequencies = truncated_frequencies(2 * pairs, turning / pairs, base=base)
     assert frequencies.dtype == jnp.float32
@@ -193,7 +195,7 @@ def test_truncated_counts_whole_pairs_in_spite_of_floats():
     assert jnp.count_nonzero(truncated_frequencies(98, 1 / 49)) == 1
 
 
-def test_truncated_leaves_the_other_pairs_as_they_are():
+def test_truncated_does_not_rotate_the_other_pairs():
     x = jax.random.normal(jax.random.key(0), (3, 2, 8))
     turned = rotary(x, 1 + jnp.arange(3), frequencies=truncated_frequencies(8, 0.5))
     still = np.array([2, 3, 6, 7])
@@ -202,7 +204,7 @@ def test_truncated_leaves_the_other_pairs_as_they_are():
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, math.nan])
-def test_truncated_refuses_other_fractions(fraction):
+def test_truncated_refuses_invalid_fractions(fraction):
     with pytest.raises(ValueError, match=f"fraction={fraction} .* above 0 and at most 1"):
         truncated_frequencies(8, fraction)
 
@@ -219,7 +221,9 @@ def test_truncated_refuses_other_fractions(fraction):
     ],
 )
 def test_e4_factors_below_1_are_refused(rescaled, factor):
-    with pytest.raises(ValueError, match=f"factor={factor} must be at least 1: .* length wanted"):
+    with pytest.raises(
+        ValueError, match=f"factor={factor} must be at least 1: .* wanted length divided"
+    ):
         rescaled(factor)
 
 
@@ -239,7 +243,7 @@ def test_odd_or_no_size_is_refused(frequencies, size):
         frequencies(size)
 
 
-def test_e4_ntk_refuses_a_lone_pair():
+def test_e4_ntk_refuses_a_single_pair():
     with pytest.raises(ValueError, match="size=2 must be at least 4"):
         ntk_frequencies(2, 2.0)
 

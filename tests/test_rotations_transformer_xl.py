@@ -11,35 +11,37 @@ quick = settings(max_examples=15, deadline=None)
 
 
 def oracle(query, key, query_positions, key_positions, content_bias, position_bias, kernel):
-    """The paper's scores [N, T, S] over sqrt(H): an R for each pair of positions."""
+    """The paper's scores [N, T, S], divided by sqrt(H); R is made for each pair of positions."""
     query, key, content_bias, position_bias, kernel = (
         np.asarray(x, np.float64) for x in (query, key, content_bias, position_bias, kernel)
     )
     width, heads, size = kernel.shape
-    waves = [10000.0 ** (2 * k / width) for k in range(width // 2)]
+    wavelengths = [10000.0 ** (2 * k / width) for k in range(width // 2)]
     scores = np.zeros((heads, query.shape[0], key.shape[0]))
     for head, t, s in np.ndindex(*scores.shape):
         distance = int(query_positions[t]) - int(key_positions[s])
-        r = np.array([f(distance / wave) for f in (np.sin, np.cos) for wave in waves])
+        r = np.array(
+            [f(distance / wavelength) for f in (np.sin, np.cos) for wavelength in wavelengths]
+        )
         relative = np.array(
             [sum(kernel[d, head, h] * r[d] for d in range(width)) for h in range(size)]
         )
-        shared = head * key.shape[1] // heads
-        content = (query[t, head] + content_bias[head]) @ key[s, shared]
+        key_head = head * key.shape[1] // heads
+        content = (query[t, head] + content_bias[head]) @ key[s, key_head]
         position = (query[t, head] + position_bias[head]) @ relative
         scores[head, t, s] = (content + position) / size**0.5
     return scores
 
 
 def scores(*arguments):
-    """Plain attention's scores [N, T, S]: each key head serves N/K neighbouring query heads."""
+    """Plain attention's scores [N, T, S]; N/K neighbouring query heads share a key head."""
     query, key = transformer_xl(*arguments)
     key = jnp.repeat(key, query.shape[-2] // key.shape[-2], axis=-2)
     products = jnp.einsum("TNH,SNH->NTS", query, key, preferred_element_type=jnp.float32)
     return products / query.shape[-1] ** 0.5
 
 
-# One compilation for each shape, where running the operations one by one takes one for each.
+# Compiled as a whole: otherwise each operation is compiled separately for each shape.
 compiled_xl, compiled_scores = jax.jit(transformer_xl), jax.jit(scores)
 
 
@@ -48,7 +50,7 @@ def normal(*shape, seed=0):
 
 
 QUERY, KEY = normal(3, 2, 4, seed=1), normal(5, 2, 4, seed=2)
-AT, KEYS_AT = 2 + jnp.arange(3), jnp.arange(5)
+QUERY_POSITIONS, KEY_POSITIONS = 2 + jnp.arange(3), jnp.arange(5)
 LEARNED = (normal(2, 4, seed=3), normal(2, 4, seed=4), normal(6, 2, 4, seed=5))
 
 
@@ -59,7 +61,7 @@ LEARNED = (normal(2, 4, seed=3), normal(2, 4, seed=4), normal(6, 2, 4, seed=5))
 )
 def test_transformer_xl_is_the_oracle(queries, keys):
     found = scores(QUERY, KEY, jnp.array(queries), jnp.array(keys), *LEARNED)
-    # Angles of 1000 radians are 2^-14 off in float32.
+    # A float32 angle of 1000 radians is off by 2^-14.
     expected = oracle(QUERY, KEY, queries, keys, *LEARNED)
     np.testing.assert_allclose(found, expected, atol=2e-3)
 
@@ -67,25 +69,27 @@ def test_transformer_xl_is_the_oracle(queries, keys):
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_near_positions_are_tight(key_heads):
     key = KEY[:, :key_heads]
-    query, _ = transformer_xl(QUERY, key, AT, KEYS_AT, *LEARNED)
+    query, _ = transformer_xl(QUERY, key, QUERY_POSITIONS, KEY_POSITIONS, *LEARNED)
     assert query.shape == (3, 2, 10)
-    expected = oracle(QUERY, key, AT, KEYS_AT, *LEARNED)
-    np.testing.assert_allclose(scores(QUERY, key, AT, KEYS_AT, *LEARNED), expected, atol=1e-5)
+    expected = oracle(QUERY, key, QUERY_POSITIONS, KEY_POSITIONS, *LEARNED)
+    np.testing.assert_allclose(
+        scores(QUERY, key, QUERY_POSITIONS, KEY_POSITIONS, *LEARNED), expected, atol=1e-5
+    )
 
 
 def test_scores_depend_on_the_distance_only():
-    near = transformer_xl(QUERY, KEY, AT, KEYS_AT, *LEARNED)
-    far = transformer_xl(QUERY, KEY, 100_000 + AT, 100_000 + KEYS_AT, *LEARNED)
+    near = transformer_xl(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS, *LEARNED)
+    far = transformer_xl(QUERY, KEY, 100_000 + QUERY_POSITIONS, 100_000 + KEY_POSITIONS, *LEARNED)
     jax.tree.map(np.testing.assert_array_equal, near, far)
 
 
-def test_keys_tell_their_positions_alike_to_all_heads():
-    _, key = transformer_xl(QUERY, KEY, AT, KEYS_AT, *LEARNED)
+def test_the_additional_features_of_keys_are_the_same_for_all_heads():
+    _, key = transformer_xl(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS, *LEARNED)
     np.testing.assert_array_equal(key[..., :4], KEY)
     np.testing.assert_array_equal(key[:, 0, 4:], key[:, 1, 4:])
 
 
-def test_e3_rows_at_offsets_of_their_own_are_each_row_alone():
+def test_e3_rows_at_different_offsets_are_each_row_alone():
     query, key = normal(3, 2, 2, 4, seed=1), normal(3, 4, 2, 4, seed=2)
     at = jnp.array([[2, 3], [60, 61], [0, 5]])
     keys_at = jnp.array([[0, 1, 2, 3], [58, 59, 60, 61], [0, 0, 1, 5]])
@@ -98,9 +102,9 @@ def test_e3_rows_at_offsets_of_their_own_are_each_row_alone():
 
 
 def test_e3_cached_steps_are_the_whole():
-    whole = compiled_scores(KEY, KEY, KEYS_AT, KEYS_AT, *LEARNED)
+    whole = compiled_scores(KEY, KEY, KEY_POSITIONS, KEY_POSITIONS, *LEARNED)
     for t in (0, 2, 4):
-        at, keys_at = KEYS_AT[t : t + 1], KEYS_AT[: t + 1]
+        at, keys_at = KEY_POSITIONS[t : t + 1], KEY_POSITIONS[: t + 1]
         step = compiled_scores(KEY[t : t + 1], KEY[: t + 1], at, keys_at, *LEARNED)
         np.testing.assert_allclose(step[:, 0], whole[:, t, : t + 1], atol=1e-5)
 
@@ -130,11 +134,11 @@ def test_d1_d3_padded_and_packed_positions():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_c6_half_precision_has_float32_angles(dtype):
-    at, keys_at = 4000 + AT, KEYS_AT
+    at, keys_at = 4000 + QUERY_POSITIONS, KEY_POSITIONS
     arguments = QUERY.astype(dtype), KEY.astype(dtype), at, keys_at
     query, key = transformer_xl(*arguments, *LEARNED)
     assert query.dtype == key.dtype == dtype
-    # Rounding alone: of the sums with the biases, of the kernel and of what comes out.
+    # The error is only the rounding of the sums with the biases, the kernel and the results.
     expected = oracle(*arguments, *LEARNED)
     atol = 8 * float(jnp.finfo(dtype).eps) * np.abs(expected).max()
     np.testing.assert_allclose(compiled_scores(*arguments, *LEARNED), expected, atol=atol)
@@ -144,21 +148,23 @@ def test_gradients_are_central_differences():
     @jax.jit
     def loss(*floats):
         query, key, *learned = floats
-        return jnp.sum(scores(query, key, AT, KEYS_AT, *learned) ** 2)
+        return jnp.sum(scores(query, key, QUERY_POSITIONS, KEY_POSITIONS, *learned) ** 2)
 
     floats = (QUERY, KEY, *LEARNED)
     gradients = jax.jit(jax.grad(loss, argnums=range(5)))(*floats)
     for number, gradient in enumerate(gradients):
-        way = normal(*gradient.shape, seed=number)
+        direction = normal(*gradient.shape, seed=number)
         ends = [
-            loss(*(x + step * way if i == number else x for i, x in enumerate(floats)))
+            loss(*(x + step * direction if i == number else x for i, x in enumerate(floats)))
             for step in (-1e-2, 1e-2)
         ]
-        np.testing.assert_allclose(jnp.vdot(gradient, way), (ends[1] - ends[0]) / 2e-2, rtol=1e-3)
+        np.testing.assert_allclose(
+            jnp.vdot(gradient, direction), (ends[1] - ends[0]) / 2e-2, rtol=1e-3
+        )
 
 
 def test_exported_is_the_function():
-    arguments = (QUERY, KEY, AT, KEYS_AT, *LEARNED)
+    arguments = (QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS, *LEARNED)
     found = jax.export.export(jax.jit(transformer_xl))(*arguments).call(*arguments)
     for x, y in zip(found, transformer_xl(*arguments)):
         np.testing.assert_allclose(x, y, atol=1e-5)
@@ -166,4 +172,4 @@ def test_exported_is_the_function():
 
 def test_odd_width_is_refused():
     with pytest.raises(ValueError, match="size=5 must be even"):
-        transformer_xl(QUERY, KEY, AT, KEYS_AT, *LEARNED[:2], LEARNED[2][:5])
+        transformer_xl(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS, *LEARNED[:2], LEARNED[2][:5])

@@ -33,7 +33,7 @@ def scores(query, key, query_positions, key_positions, **options):
     return jnp.einsum("...TNH,...SNH->...NTS", query, key, preferred_element_type=jnp.float32)
 
 
-# One compilation for each shape, where running the operations one by one takes one for each.
+# Compiled as a whole: otherwise each operation is compiled separately for each shape.
 compiled_xpos, compiled_scores = jax.jit(xpos), jax.jit(scores)
 
 
@@ -42,7 +42,7 @@ def normal(*shape, seed=0):
 
 
 QUERY, KEY = normal(3, 2, 8, seed=1), normal(5, 2, 8, seed=2)
-AT, KEYS_AT = 2 + jnp.arange(3), jnp.arange(5)
+QUERY_POSITIONS, KEY_POSITIONS = 2 + jnp.arange(3), jnp.arange(5)
 
 
 @quick
@@ -57,18 +57,20 @@ def test_xpos_is_the_oracle(queries, keys, gamma, scale_base, base):
     options = {"gamma": gamma, "scale_base": scale_base, "base": base}
     found = scores(QUERY, KEY, jnp.array(queries), jnp.array(keys), **options)
     expected = oracle(QUERY, KEY, queries, keys, **options)
-    # Angles of 1000 radians are 2^-14 off in float32, and scores of keys ahead can be large.
+    # A float32 angle of 1000 radians is off by 2^-14. Scores of keys after a query can be large.
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
 def test_xpos_near_positions_are_tight():
-    expected = oracle(QUERY, KEY, AT, KEYS_AT)
-    np.testing.assert_allclose(scores(QUERY, KEY, AT, KEYS_AT), expected, atol=1e-5)
+    expected = oracle(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS)
+    np.testing.assert_allclose(
+        scores(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS), expected, atol=1e-5
+    )
 
 
 def test_xpos_exact_values():
-    # Pair 0 of 4 features decays by (0.4 / 1.4)^(1/512) a position, pair 1 by (0.9 / 1.4)^(1/512):
-    # 512 positions apart, just by that much.
+    # With 4 features, pair 0 decays by (0.4 / 1.4)^(1/512) per position and pair 1 by
+    # (0.9 / 1.4)^(1/512), so 512 positions decay by 0.4 / 1.4 and 0.9 / 1.4.
     ones = jnp.eye(4)[:2, None]
     query, key = xpos(ones, ones, jnp.array([512, 512]), jnp.array([0, 0]))
     lengths = jnp.linalg.norm(query, axis=-1)[:, 0] * jnp.linalg.norm(key, axis=-1)[:, 0]
@@ -76,12 +78,12 @@ def test_xpos_exact_values():
 
 
 def test_xpos_scores_depend_on_the_distance_only():
-    near = xpos(QUERY, KEY, AT, KEYS_AT)
-    far = xpos(QUERY, KEY, 100_000 + AT, 100_000 + KEYS_AT)
+    near = xpos(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS)
+    far = xpos(QUERY, KEY, 100_000 + QUERY_POSITIONS, 100_000 + KEY_POSITIONS)
     jax.tree.map(np.testing.assert_array_equal, near, far)
 
 
-def test_e3_rows_at_offsets_of_their_own_are_each_row_alone():
+def test_e3_rows_at_different_offsets_are_each_row_alone():
     query, key = normal(3, 2, 1, 8, seed=1), normal(3, 4, 1, 8, seed=2)
     at = jnp.array([[2, 3], [60, 61], [0, 5]])
     keys_at = jnp.array([[0, 1, 2, 3], [58, 59, 60, 61], [0, 0, 1, 5]])
@@ -94,9 +96,9 @@ def test_e3_rows_at_offsets_of_their_own_are_each_row_alone():
 
 
 def test_e3_cached_steps_are_the_whole():
-    whole = compiled_scores(KEY, KEY, KEYS_AT, KEYS_AT)
+    whole = compiled_scores(KEY, KEY, KEY_POSITIONS, KEY_POSITIONS)
     for t in (0, 2, 4):
-        at, keys_at = KEYS_AT[t : t + 1], KEYS_AT[: t + 1]
+        at, keys_at = KEY_POSITIONS[t : t + 1], KEY_POSITIONS[: t + 1]
         step = compiled_scores(KEY[t : t + 1], KEY[: t + 1], at, keys_at)
         np.testing.assert_allclose(step[:, 0], whole[:, t, : t + 1], atol=1e-5)
 
@@ -126,21 +128,21 @@ def test_d1_d3_padded_and_packed_positions():
     [(jnp.float32, 65536, 1e-4), (jnp.bfloat16, 65536, 2**-7), (jnp.float16, 4096, 2**-9)],
 )
 def test_longest_range_of_each_dtype(dtype, span, rtol):
-    # The same pair at both ends, and in the middle: a query sees its own position anywhere.
+    # The same vector at both ends and in the middle: its score with itself must stay the same.
     at = 100_000 + jnp.array([0, span // 2, span])
     x = jnp.tile(normal(1, 2, 8), (3, 1, 1)).astype(dtype)
 
-    def turned(x):
+    def rotated(x):
         return xpos(x, x, at, at)
 
-    query, key = turned(x)
+    query, key = rotated(x)
     assert query.dtype == key.dtype == dtype
     assert jnp.isfinite(query).all()
     assert jnp.isfinite(key).all()
-    own = jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32), axis=-1)
+    own_scores = jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32), axis=-1)
     squares = jnp.sum(x.astype(jnp.float32) ** 2, axis=-1)
-    np.testing.assert_allclose(own, squares, rtol=rtol)
-    gradient = jax.grad(lambda x: sum(jnp.sum(y) for y in turned(x)))(x)
+    np.testing.assert_allclose(own_scores, squares, rtol=rtol)
+    gradient = jax.grad(lambda x: sum(jnp.sum(y) for y in rotated(x)))(x)
     assert jnp.isfinite(gradient).all()
 
 
@@ -155,7 +157,7 @@ def test_masked_attention_over_the_longest_range_is_finite():
 
     query, key = QUERY, KEY[:3]
     gradients, products = jax.grad(attended, argnums=(0, 1), has_aux=True)(query, key)
-    # There is something to mask.
+    # Some scores overflow, so the mask has something to hide.
     assert not jnp.isfinite(products).all()
     expected = np.tril(oracle(query, key, at, at))
     np.testing.assert_allclose(jnp.tril(products), expected, atol=1e-5)
@@ -164,17 +166,22 @@ def test_masked_attention_over_the_longest_range_is_finite():
         assert (gradient != 0).any()
 
 
-def test_bfloat16_is_turned_in_float32():
+def test_bfloat16_is_rotated_in_float32():
     halves = [x.astype(jnp.bfloat16) for x in (QUERY, KEY)]
-    whole = xpos(*(x.astype(jnp.float32) for x in halves), 300 * AT, 300 * KEYS_AT)
-    found = xpos(*halves, 300 * AT, 300 * KEYS_AT)
+    whole = xpos(
+        *(x.astype(jnp.float32) for x in halves), 300 * QUERY_POSITIONS, 300 * KEY_POSITIONS
+    )
+    found = xpos(*halves, 300 * QUERY_POSITIONS, 300 * KEY_POSITIONS)
     for half, exact in zip(found, whole):
         np.testing.assert_array_equal(half, exact.astype(jnp.bfloat16))
 
 
 def test_exported_is_the_function():
-    exported = jax.export.export(jax.jit(xpos))(QUERY, KEY, AT, KEYS_AT)
-    found, expected = exported.call(QUERY, KEY, AT, KEYS_AT), xpos(QUERY, KEY, AT, KEYS_AT)
+    exported = jax.export.export(jax.jit(xpos))(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS)
+    found, expected = (
+        exported.call(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS),
+        xpos(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS),
+    )
     for x, y in zip(found, expected):
         np.testing.assert_allclose(x, y, atol=1e-6)
 
@@ -183,9 +190,9 @@ def test_exported_is_the_function():
 def test_no_gamma_or_scale_base_is_refused(options):
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name}={value} .*above 0"):
-        xpos(QUERY, KEY, AT, KEYS_AT, **options)
+        xpos(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS, **options)
 
 
 def test_odd_head_is_refused():
     with pytest.raises(ValueError, match="size=7 must be even"):
-        xpos(QUERY[..., :7], KEY[..., :7], AT, KEYS_AT)
+        xpos(QUERY[..., :7], KEY[..., :7], QUERY_POSITIONS, KEY_POSITIONS)
