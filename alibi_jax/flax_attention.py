@@ -1,16 +1,15 @@
-"""Position methods for Flax's own attention modules: functions to give as their `attention_fn`.
+"""Position methods for Flax's own attention modules, as functions for their `attention_fn`.
 
-`nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take them as they are, for
-self-attention: in training, padded or packed by the module's mask, and decoding with the
-module's own cache. Where there are as many queries as keys, both stand at 0, 1, 2, ..., which is
-as good as any count for methods that see distances alone, or at the `input_positions` that the
-newer NNX modules can be called with; a lone query over more keys is the last key that its mask
-lets it see. Other numbers of queries are refused: in cross attention there is no distance to
-assume.
+`nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take these functions unchanged,
+for self-attention: in training, with padding or packing by the module's mask, and for decoding
+with the module's own cache. With as many queries as keys, both have the positions 0, 1, 2, ..., or
+the `input_positions` that a call of the newer NNX modules may give. Counting from 0 is sufficient,
+because these methods depend on distances only. A single query over more keys has the position of
+the last key that its mask lets it see. Other numbers of queries are refused: cross attention has
+no distances.
 
-Scores and softmax are float32 whatever the module computes in, a fully masked row gives zeros,
-also among weights that are sown, and dropout draws for every score (`broadcast_dropout` is for
-Flax's own function).
+Scores and softmax are float32 in modules of any dtype. A fully masked row is zero, also in the sown
+weights. Dropout draws for every score: `broadcast_dropout` is ignored.
 """
 
 import contextlib
@@ -37,18 +36,20 @@ def alibi_attention_fn(
 ) -> AttentionFn:
     """ALiBi (Press et al. 2021, section 3) as an `attention_fn` of Flax's attention modules.
 
-    Takes the number of query heads, or their slopes, `[N]`. Encoders are right as they are;
-    `future_slopes`, `[N]`, lets them tell the keys after a query from those before.
+    The argument is the number of query heads, or their slopes, `[N]`. The function also serves
+    encoders: with `future_slopes`, `[N]`, they distinguish the keys after a query from those
+    before.
     """
-    given = num_heads_or_slopes
+    if isinstance(num_heads_or_slopes, int | np.integer):
+        num_heads, slopes = int(num_heads_or_slopes), None
+    else:
+        num_heads, slopes = len(num_heads_or_slopes), num_heads_or_slopes
 
-    def bias() -> Bias:
-        # Made when called: a module may be made under `jit` and called outside of it.
-        slopes = alibi_slopes(int(given)) if isinstance(given, int | np.integer) else given
-        return LinearBias(slopes, future_slopes)
+    def make_bias() -> Bias:
+        # Computed in each call: a module may be made under `jit` and called outside of it.
+        return LinearBias(alibi_slopes(num_heads) if slopes is None else slopes, future_slopes)
 
-    num_heads = int(given) if isinstance(given, int | np.integer) else len(given)
-    return _attention_fn(bias, num_heads)
+    return _attention_fn(make_bias, num_heads)
 
 
 def t5_attention_fn(
@@ -56,9 +57,9 @@ def t5_attention_fn(
 ) -> AttentionFn:
     """T5's relative bias (Raffel et al. 2020, section 2.1) as an `attention_fn`.
 
-    The table is a parameter of the module that calls this, in each forward pass anew: in Linen
-    where it makes the attention module, in NNX from the `__call__` of a module that is given as
-    the `attention_fn`. Otherwise it is a constant.
+    To train the table, make it a parameter of a module and call this function in each forward
+    pass: in Linen where that module makes the attention module, in NNX in the `__call__` of a
+    module that is itself the `attention_fn`. Otherwise the table is a constant.
     """
     bias = functools.partial(
         t5_bias_at, table, bidirectional=bidirectional, max_distance=max_distance
@@ -69,18 +70,18 @@ def t5_attention_fn(
 def rotary_attention_fn(*, frequencies: Float[Array, "F"] | None = None) -> AttentionFn:
     """Rotary positions (Su et al. 2021) as an `attention_fn`, with `frequencies` as in `rotary`.
 
-    The module's cache holds its keys unrotated, so that rescaled frequencies are right too.
+    The module's cache holds unrotated keys, so that rescaled frequencies apply to them too.
     """
     return _attention_fn(rotate=functools.partial(rotary, frequencies=frequencies))
 
 
 def _attention_fn(
-    position_bias: Callable[[], Bias] | None = None,
+    make_bias: Callable[[], Bias] | None = None,
     num_heads: int | None = None,
     *,
     rotate: Callable[[Array, Array], Array] | None = None,
 ) -> AttentionFn:
-    """The function for Flax; a closure, so that no argument can displace the positions' part."""
+    """The function for Flax. It is a closure, so that no argument of a call replaces the method."""
 
     def attention_fn(
         query: Float[Array, "... T N H"],
@@ -98,18 +99,18 @@ def _attention_fn(
         is_causal: bool = False,
         input_positions: Int[Array, "... T"] | None = None,
     ) -> Float[Array, "... T N V"]:
-        """Attention as `flax.nnx.dot_product_attention` has it, with the positions' part."""
+        """`flax.nnx.dot_product_attention` with the position method."""
         if bias is not None:
             raise ValueError(
-                "a bias besides that of the positions: give what is to be hidden as mask"
+                "bias must be None: the position method sets the bias; hide keys with a mask"
             )
         if num_heads is not None and num_heads != query.shape[-2]:
             raise ValueError(f"biases of {num_heads} heads for {query.shape[-2]} query heads")
         batch, length, key_length = query.shape[:-3], query.shape[-3], key.shape[-3]
         if length not in (1, key_length):
             raise ValueError(
-                f"{length} queries over {key_length} keys: for self-attention give as many of "
-                "both, or one query and a cache; across sequences there is no distance to bias by"
+                f"{length} queries over {key_length} keys: for self-attention give equally many, "
+                "or one query and a cache; cross attention has no distances"
             )
         if not 0.0 <= dropout_rate < 1.0:
             raise ValueError(f"dropout_rate={dropout_rate} must be at least 0 and below 1")
@@ -117,15 +118,15 @@ def _attention_fn(
         if dropout_rate > 0.0 and not deterministic:
             if dropout_rng is None:
                 raise ValueError(f"dropout_rate={dropout_rate} without a dropout_rng")
-            dropout_key = _typed(dropout_rng)
-        # Any number of batch axes, as one.
+            dropout_key = _as_typed_key(dropout_rng)
+        # All batch axes become one.
         query, key, value = (
             x.astype(dtype or x.dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value)
         )
         if mask is not None:
-            heads = mask.shape[-3] if mask.ndim > 2 else 1
-            mask = jnp.broadcast_to(mask, (*batch, heads, length, key_length)).astype(bool)
-            mask = mask.reshape(-1, heads, length, key_length)
+            mask_heads = mask.shape[-3] if mask.ndim > 2 else 1
+            mask = jnp.broadcast_to(mask, (*batch, mask_heads, length, key_length)).astype(bool)
+            mask = mask.reshape(-1, mask_heads, length, key_length)
         if input_positions is None:
             query_positions, key_positions = _positions(length, key_length, mask)
         elif length == key_length:
@@ -135,8 +136,8 @@ def _attention_fn(
             key_positions = query_positions
         else:
             raise ValueError(
-                f"input_positions with a cache of {key_length} keys, which does not hold theirs: "
-                "decode without, which is right for positions that count up by one"
+                f"input_positions with a cache of {key_length} keys, whose positions are unknown: "
+                "decode without input_positions, which is right for consecutive positions"
             )
         if rotate is not None:
             query, key = rotate(query, query_positions), rotate(key, key_positions)
@@ -144,8 +145,8 @@ def _attention_fn(
             attention,
             query,
             key,
-            bias=None if position_bias is None else position_bias(),
-            # A lone query counts as the last of the keys here, so that it may see all.
+            bias=None if make_bias is None else make_bias(),
+            # A single query is the last of the keys here, so that it may see all of them.
             causal=is_causal,
             query_positions=query_positions,
             key_positions=key_positions,
@@ -156,9 +157,9 @@ def _attention_fn(
         with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
             out = attend(value, dropout_rate=dropout_rate, dropout_key=dropout_key)
             if module is not None:
-                # What attention makes of values that are 1 at one key each: its weights.
-                each = jnp.eye(key_length, dtype=value.dtype)[:, None]
-                weights = attend(jnp.broadcast_to(each, (*value.shape[:-1], key_length)))
+                # With one-hot values the output of attention is its weights.
+                one_hot = jnp.eye(key_length, dtype=value.dtype)[:, None]
+                weights = attend(jnp.broadcast_to(one_hot, (*value.shape[:-1], key_length)))
                 weights = jnp.swapaxes(weights, 1, 2)
                 module.sow(
                     nnx.Intermediate if isinstance(module, nnx.Module) else "intermediates",
@@ -173,13 +174,14 @@ def _attention_fn(
 def _positions(
     length: int, key_length: int, mask: Bool[Array, "B #N T S"] | None
 ) -> tuple[Int[Array, "*#B T"], Int[Array, "S"]]:
-    keys = jnp.arange(key_length, dtype=jnp.int32)
+    """Positions of the queries and of the keys."""
+    key_positions = jnp.arange(key_length, dtype=jnp.int32)
     if length == key_length:
-        return keys, keys
+        return key_positions, key_positions
     if mask is None:
-        return keys[-1:], keys
-    return jnp.where(mask.any(axis=1), keys, 0).max(axis=-1), keys
+        return key_positions[-1:], key_positions
+    return jnp.where(mask.any(axis=1), key_positions, 0).max(axis=-1), key_positions
 
 
-def _typed(key: Array) -> Array:
+def _as_typed_key(key: Array) -> Array:
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

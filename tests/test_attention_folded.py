@@ -36,7 +36,7 @@ def arrays(length, heads, kv_heads, size, batch=1, value_size=None, dtype=jnp.fl
 
 
 def oracle(query, key, value, cotangent, slopes, window=None):
-    """Causal attention in numpy and float64, every score at once: output and all gradients."""
+    """Output and all gradients of causal attention in numpy and float64, from all scores."""
     query, key, value, cotangent, slopes = (
         np.asarray(x, np.float64) for x in (query, key, value, cotangent, slopes)
     )
@@ -46,44 +46,48 @@ def oracle(query, key, value, cotangent, slopes, window=None):
     distance = np.arange(length)[:, None] - np.arange(length)
     scores = np.einsum("btnh,bsnh->bnts", query, wide_key) / math.sqrt(size)
     scores -= slopes[:, None, None] * distance
-    seen = (distance >= 0) & (distance < (window or length))
-    scores = np.where(seen, scores, -np.inf)
+    visible = (distance >= 0) & (distance < (window or length))
+    scores = np.where(visible, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     d_weights = np.einsum("btnv,bsnv->bnts", cotangent, wide_value)
     d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True))
 
-    def of_groups(x):
+    def sum_query_heads(x):
         return x.reshape(batch, length, kv_heads, groups, -1).sum(3)
 
     return (
         np.einsum("bnts,bsnv->btnv", weights, wide_value),
         np.einsum("bnts,bsnh->btnh", d_scores, wide_key) / math.sqrt(size),
-        of_groups(np.einsum("bnts,btnh->bsnh", d_scores, query) / math.sqrt(size)),
-        of_groups(np.einsum("bnts,btnv->bsnv", weights, cotangent)),
+        sum_query_heads(np.einsum("bnts,btnh->bsnh", d_scores, query) / math.sqrt(size)),
+        sum_query_heads(np.einsum("bnts,btnv->bsnv", weights, cotangent)),
         -(d_scores * distance).sum((0, 2, 3)),
     )
 
 
 @functools.partial(jax.jit, static_argnames=("window", "implementation"))
 def with_gradients(query, key, value, cotangent, slopes, window=None, implementation=None):
-    """Output of `folded` and its gradients, as `oracle` returns them."""
+    """Output and gradients of `folded`, in the order of `oracle`."""
     attend = functools.partial(folded, window=window, implementation=implementation)
     output, pull = jax.vjp(attend, query, key, value, slopes)
     return output, *pull(cotangent)
 
 
 def assert_all_close(actual, expected, atol, rtol=0.0):
-    """Absolute for the output; for gradients, which grow with the length, of the largest."""
-    (output, *gradients), (right_output, *right_gradients) = (
+    """Compares outputs with an absolute tolerance.
+
+    The tolerance of a gradient is relative to its maximum, or 1, because gradients grow with the
+    length.
+    """
+    (output, *gradients), (wanted_output, *wanted_gradients) = (
         [np.asarray(x, np.float64) for x in arrays] for arrays in (actual, expected)
     )
-    np.testing.assert_allclose(output, right_output, atol=atol, rtol=rtol)
-    for one, other in zip(gradients, right_gradients, strict=True):
-        np.testing.assert_allclose(one, other, atol=atol * max(1.0, np.abs(other).max()), rtol=0)
+    np.testing.assert_allclose(output, wanted_output, atol=atol, rtol=rtol)
+    for x, wanted in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(x, wanted, atol=atol * max(1.0, np.abs(wanted).max()), rtol=0)
 
 
-# Against the oracle.
+# Comparison with the oracle.
 
 
 @pytest.mark.parametrize(
@@ -97,41 +101,39 @@ def assert_all_close(actual, expected, atol, rtol=0.0):
         (257, 3, 3, 64),
     ],
 )
-def test_d9_folded_and_its_gradients_are_the_oracle(length, heads, kv_heads, size):
-    """jax-ml/jax#27224: lengths that no block divides."""
-    given_arrays = arrays(length, heads, kv_heads, size, batch=2)
-    assert_all_close(with_gradients(*given_arrays), oracle(*given_arrays), atol=1e-5)
+def test_d9_folded_and_its_gradients_equal_the_oracle(length, heads, kv_heads, size):
+    """jax-ml/jax#27224: lengths that are no multiple of a block."""
+    inputs = arrays(length, heads, kv_heads, size, batch=2)
+    assert_all_close(with_gradients(*inputs), oracle(*inputs), atol=1e-5)
 
 
-def test_long_rows_are_the_oracle_to_the_stated_error():
-    given_arrays = arrays(1024, 4, 1, 32)
-    stated = folded_error(given_arrays[-1], 1024, jnp.float32)
+def test_long_rows_equal_the_oracle_up_to_the_stated_error():
+    inputs = arrays(1024, 4, 1, 32)
+    stated = folded_error(inputs[-1], 1024, jnp.float32)
     assert 1e-4 < stated < 1.3e-4
-    # A weight is off by the error of its score, its values are of about 1.
-    assert_all_close(with_gradients(*given_arrays), oracle(*given_arrays), atol=stated)
+    # The relative error of a weight is the error of its score, and values are of size 1.
+    assert_all_close(with_gradients(*inputs), oracle(*inputs), atol=stated)
 
 
 @pytest.mark.parametrize(("length", "heads", "size"), [(200, 12, 64), (1024, 4, 32)])
-def test_bfloat16_is_the_oracle(length, heads, size):
-    given_arrays = arrays(length, heads, 2, size, dtype=jnp.bfloat16)
-    outputs = with_gradients(*given_arrays)
+def test_bfloat16_equals_the_oracle(length, heads, size):
+    inputs = arrays(length, heads, 2, size, dtype=jnp.bfloat16)
+    outputs = with_gradients(*inputs)
     assert [x.dtype for x in outputs] == [jnp.bfloat16] * 4 + [jnp.float32]
     # Weights and outputs have 8 bits each.
-    assert_all_close(outputs, oracle(*given_arrays), atol=1e-2, rtol=1e-2)
+    assert_all_close(outputs, oracle(*inputs), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("window", [1, 8, 64, 1000])
-def test_window_is_the_oracle(window):
-    given_arrays = arrays(65, 4, 2, 16)
-    assert_all_close(
-        with_gradients(*given_arrays, window=window), oracle(*given_arrays, window=window), 1e-5
-    )
+def test_window_equals_the_oracle(window):
+    inputs = arrays(65, 4, 2, 16)
+    assert_all_close(with_gradients(*inputs, window=window), oracle(*inputs, window=window), 1e-5)
 
 
 @pytest.mark.parametrize(("size", "value_size"), [(16, 8), (8, 40), (5, 3)])
-def test_values_have_a_width_of_their_own(size, value_size):
-    given_arrays = arrays(20, 4, 2, size, value_size=value_size)
-    assert_all_close(with_gradients(*given_arrays), oracle(*given_arrays), atol=1e-5)
+def test_values_may_have_another_size(size, value_size):
+    inputs = arrays(20, 4, 2, size, value_size=value_size)
+    assert_all_close(with_gradients(*inputs), oracle(*inputs), atol=1e-5)
 
 
 @settings(max_examples=6, deadline=None)
@@ -142,18 +144,18 @@ def test_values_have_a_width_of_their_own(size, value_size):
     size=st.integers(1, 20),
     window=st.none() | st.integers(1, 80),
 )
-def test_any_shape_is_the_oracle(length, kv_heads, groups, size, window):
-    given_arrays = arrays(length, kv_heads * groups, kv_heads, size)
-    output = with_gradients(*given_arrays, window=window)
-    assert_all_close(output, oracle(*given_arrays, window=window), atol=1e-5)
+def test_any_shape_equals_the_oracle(length, kv_heads, groups, size, window):
+    inputs = arrays(length, kv_heads * groups, kv_heads, size)
+    output = with_gradients(*inputs, window=window)
+    assert_all_close(output, oracle(*inputs, window=window), atol=1e-5)
 
 
 def test_slopes_may_be_any_numbers():
-    """Learned ones: equal, zero, steep, below zero."""
+    """Learned slopes may be zero, steep or negative."""
     query, key, value, cotangent, _ = arrays(40, 4, 4, 16)
     slopes = jnp.array([0.3, 0.0, 7.123, -0.11])
-    given_arrays = (query, key, value, cotangent, slopes)
-    assert_all_close(with_gradients(*given_arrays), oracle(*given_arrays), atol=1e-5)
+    inputs = (query, key, value, cotangent, slopes)
+    assert_all_close(with_gradients(*inputs), oracle(*inputs), atol=1e-5)
 
 
 # The columns.
@@ -162,7 +164,7 @@ def test_slopes_may_be_any_numbers():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("length", [1, 257, 131072])
 def test_columns_are_exact(length, dtype):
-    """Of slopes with all 24 bits, at the greatest length too; casts and back stay in `jit`."""
+    """Slopes use all 24 bits. Lengths go up to the greatest. `jit` keeps the rounding to 8 bits."""
     slopes = jnp.asarray(np.random.default_rng(0).uniform(0.01, 1, 5), jnp.float32)
     query, key = jax.jit(fold)(
         jnp.zeros((1, 1, 5, 2), dtype), jnp.zeros((1, length, 1, 2), dtype), slopes
@@ -171,15 +173,15 @@ def test_columns_are_exact(length, dtype):
     query, key = (np.asarray(x, np.float64)[0] for x in (query, key))
     positions = np.arange(length) - length // 2
     products = np.einsum("nw,sw->ns", query[0], key[:, 0])
-    # In float64 sums of products of 8 bits by 8 are exact. Float16 ends at 2^-24.
-    left_out = 3 * 2.0**-29 if dtype == jnp.float16 else 0
+    # In float64 the sums of products of 8-bit numbers are exact. Float16 ends at 2^-24.
+    lost = 3 * 2.0**-29 if dtype == jnp.float16 else 0
     np.testing.assert_allclose(
         products,
         np.asarray(slopes, np.float64)[:, None] * positions,
-        atol=left_out * max(1, length // 2),
+        atol=lost * max(1, length // 2),
         rtol=0,
     )
-    # Exact in bfloat16 whatever the dtype: a TPU multiplies float32 as bfloat16.
+    # The columns are exact in bfloat16, because a TPU multiplies float32 as bfloat16.
     if dtype != jnp.float16:
         for columns in (query, key):
             np.testing.assert_array_equal(columns.astype(jnp.bfloat16), columns)
@@ -187,7 +189,7 @@ def test_columns_are_exact(length, dtype):
 
 @pytest.mark.parametrize(("size", "width"), [(1, 8), (2, 8), (3, 16), (64, 72), (122, 128)])
 def test_width_is_a_multiple_of_eight(size, width):
-    """The rule of cuDNN's kernels."""
+    """cuDNN's kernels require it."""
     query, key, *_ = arrays(3, 2, 1, size)
     wide_query, wide_key = fold(query, key, alibi_slopes(2))
     assert wide_query.shape == (1, 3, 2, width)
@@ -197,20 +199,20 @@ def test_width_is_a_multiple_of_eight(size, width):
 
 
 def test_slopes_have_their_gradient_once():
-    """Dao-AILab/flash-attention#1977: of all the parts a slope is split into, one passes it on."""
+    """Dao-AILab/flash-attention#1977: only one of the three parts of a slope has a gradient."""
     query, key, *_, slopes = arrays(300, 3, 1, 4)
 
-    def of_one_pair(slopes):
+    def product_of_one_pair(slopes):
         wide_query, wide_key = fold(query, key, slopes)
         return jnp.einsum("nh,h->n", wide_query[0, 0], wide_key[0, 299, 0])
 
-    # Positions from the middle: 299 - 150.
-    np.testing.assert_array_equal(jax.jacobian(of_one_pair)(slopes), 149 * np.eye(3))
+    # Positions count from the middle: 299 - 150.
+    np.testing.assert_array_equal(jax.jacobian(product_of_one_pair)(slopes), 149 * np.eye(3))
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_other_kernels_take_folded_queries_and_keys(fused):
-    """A TPU's splash attention, which has no biases and no scale, as it is interpreted."""
+    """A TPU's splash attention, interpreted: it has neither biases nor a scale."""
     length, heads, size = 128, 2, 122
     query, key, value, cotangent, slopes = arrays(length, heads, heads, size, value_size=128)
     blocks = dict.fromkeys(
@@ -229,14 +231,16 @@ def test_other_kernels_take_folded_queries_and_keys(fused):
     @jax.jit
     def run(query, key, value, cotangent, slopes):
         def attend(query, key, value, slopes):
-            wide = (*fold(query * size**-0.5, key, slopes), value)
-            return kernel(*(x[0].transpose(1, 0, 2) for x in wide)).transpose(1, 0, 2)[None]
+            folded_arrays = (*fold(query * size**-0.5, key, slopes), value)
+            return kernel(*(x[0].transpose(1, 0, 2) for x in folded_arrays)).transpose(1, 0, 2)[
+                None
+            ]
 
         output, pull = jax.vjp(attend, query, key, value, slopes)
         return output, *pull(cotangent)
 
-    given_arrays = (query, key, value, cotangent, slopes)
-    assert_all_close(run(*given_arrays), oracle(*given_arrays), atol=1e-5)
+    inputs = (query, key, value, cotangent, slopes)
+    assert_all_close(run(*inputs), oracle(*inputs), atol=1e-5)
 
 
 # The error.
@@ -262,18 +266,18 @@ def test_error_of_scores_is_bounded(length, size, dtype):
         "tnh,sh->nts", *(np.asarray(x, np.float64)[0] for x in (query, key[:, :, 0]))
     ) / math.sqrt(size)
     biases = np.asarray(slopes, np.float64)[:, None, None] * np.arange(length)
-    off = np.asarray(scores(query, key, slopes), np.float64) - products - biases
-    # A row's own shift is free: half of the range is what no shift takes away.
-    off = np.ptp(off, axis=(-1)).max(-1) / 2
-    of_products = 16 * 2.0**-24 * np.abs(products).max()
+    error = np.asarray(scores(query, key, slopes), np.float64) - products - biases
+    # A shift of a row does not matter: the best shift leaves an error of half the range.
+    error = np.ptp(error, axis=(-1)).max(-1) / 2
+    error_of_products = 16 * 2.0**-24 * np.abs(products).max()
     bounds = np.array([folded_error([slope], length, dtype) for slope in slopes.tolist()])
-    assert (off <= bounds + of_products).all()
-    # Of the use it is: not twenty times what happens.
-    assert off.max() > bounds.max() / 20
+    assert (error <= bounds + error_of_products).all()
+    # The bound is useful: it is less than twenty times the actual error.
+    assert error.max() > bounds.max() / 20
     assert folded_error(slopes, length, dtype) == bounds.max()
 
 
-def test_error_is_in_proportion():
+def test_error_is_proportional_to_slope_and_length():
     assert folded_error([0.5, 0.25], 8192, jnp.bfloat16) == 0.5 * 8192 / 2**21
     assert folded_error([-0.5], 4096, jnp.float32) == 0.5 * 4096 / 2**21
     assert folded_error([0.5], 8192, jnp.float16) == 0.5 * 8192 / 2**21 + 3 * 8192 / 2**30
@@ -283,13 +287,13 @@ def test_error_is_in_proportion():
     ("dtype", "longest"), [(jnp.float32, 4194), (jnp.bfloat16, 83886), (jnp.float16, 82914)]
 )
 def test_lengths_of_too_large_an_error_are_refused(dtype, longest):
-    """Eight heads: the steepest slope is 1/2. Traced slopes may be 1."""
+    """The steepest slope of eight heads is 1/2. A traced slope may be 1."""
     slopes = np.asarray(alibi_slopes(8))
 
-    def shape_of(length, *traced):
+    def shape_of(length, *traced_slopes):
         array = jax.ShapeDtypeStruct((1, length, 8, 8), dtype)
-        attend = folded if traced else functools.partial(folded, slopes=slopes)
-        return jax.eval_shape(attend, array, array, array, *traced).shape
+        attend = folded if traced_slopes else functools.partial(folded, slopes=slopes)
+        return jax.eval_shape(attend, array, array, array, *traced_slopes).shape
 
     def refusal(steepest, length):
         return rf"up to {steepest} folded into {dtype.dtype} rows of {length} .* use the blockwise"
@@ -305,11 +309,11 @@ def test_lengths_of_too_large_an_error_are_refused(dtype, longest):
         shape_of(longest // 2 + 300, traced)
 
 
-# What does not fit.
+# Refused arguments.
 
 
 def test_d4_queries_must_be_the_keys():
-    """jax.nn.dot_product_attention's causal mask begins at key 0, whatever the queries are."""
+    """The causal mask of jax.nn.dot_product_attention aligns the first query with key 0."""
     query, key, value, _, slopes = arrays(5, 2, 2, 8)
     with pytest.raises(ValueError, match="2 queries, 5 keys"):
         folded(query[:, 3:], key, value, slopes)
@@ -317,7 +321,7 @@ def test_d4_queries_must_be_the_keys():
 
 @pytest.mark.parametrize("num_slopes", [1, 4])
 def test_b10_wrong_number_of_slopes_names_both(num_slopes, monkeypatch):
-    # Without the checker of the tests, as users run it.
+    # Users run without the type checker of the tests.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     query, key, value, *_ = arrays(5, 2, 2, 8)
     for refuse in (
@@ -328,15 +332,15 @@ def test_b10_wrong_number_of_slopes_names_both(num_slopes, monkeypatch):
             refuse(alibi_slopes(num_slopes))
 
 
-def test_what_does_not_fit_is_refused():
+def test_empty_windows_and_long_rows_are_refused():
     query, key, value, _, slopes = arrays(5, 2, 2, 8)
     with pytest.raises(ValueError, match="window=0 must be at least 1"):
         folded(query, key, value, slopes, window=0)
-    far = jax.ShapeDtypeStruct((1, 131073, 2, 8), jnp.bfloat16)
+    long = jax.ShapeDtypeStruct((1, 131073, 2, 8), jnp.bfloat16)
     with pytest.raises(ValueError, match="131073 keys"):
-        jax.eval_shape(functools.partial(fold, slopes=slopes), far, far)
+        jax.eval_shape(functools.partial(fold, slopes=slopes), long, long)
     with pytest.raises(ValueError, match="rows of 131073 could put a score off by inf"):
-        jax.eval_shape(functools.partial(folded, slopes=slopes / 1000), far, far, far)
+        jax.eval_shape(functools.partial(folded, slopes=slopes / 1000), long, long, long)
 
 
 # On a GPU.
@@ -351,14 +355,14 @@ def gpu():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("window", [None, 32])
 def test_c7_d10_cudnn_is_xla_with_finite_gradients(gpu, window, dtype):
-    """jax-ml/jax#32242: NaN gradients. #30593: of a bias only in a batch of one; here no bias."""
-    given_arrays = arrays(128, 4, 2, 64, batch=2, dtype=dtype)
-    outputs = with_gradients(*given_arrays, window=window, implementation="cudnn")
-    assert all(jnp.isfinite(one).all() for one in outputs)
-    plain = with_gradients(*given_arrays, window=window, implementation="xla")
+    """jax-ml/jax#32242: NaN gradients. #30593: bias gradients only for a batch of one."""
+    inputs = arrays(128, 4, 2, 64, batch=2, dtype=dtype)
+    outputs = with_gradients(*inputs, window=window, implementation="cudnn")
+    assert all(jnp.isfinite(x).all() for x in outputs)
+    plain = with_gradients(*inputs, window=window, implementation="xla")
     np.testing.assert_allclose(
         np.asarray(outputs[0], np.float64), np.asarray(plain[0], np.float64), atol=2e-2
     )
-    assert_all_close(outputs, oracle(*given_arrays, window=window), atol=2e-2)
-    # The kernel that is taken unasked.
-    np.testing.assert_array_equal(with_gradients(*given_arrays, window=window)[0], outputs[0])
+    assert_all_close(outputs, oracle(*inputs, window=window), atol=2e-2)
+    # cuDNN is also the default.
+    np.testing.assert_array_equal(with_gradients(*inputs, window=window)[0], outputs[0])

@@ -1,4 +1,4 @@
-"""The library in Flax's own attention modules: against numpy, in training and in decoding."""
+"""The position methods in Flax's own attention modules: numpy references, training, decoding."""
 
 import functools
 import math
@@ -35,7 +35,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 TABLE = normal(9, 32, HEADS)
-# By the name that the method has in the oracle: the function, and the weights it is made of.
+# By the method's name in the oracle: the function for Flax, and the weights that it uses.
 METHODS = {
     "alibi": (alibi_attention_fn(HEADS), None),
     "t5": (t5_attention_fn(TABLE), {"table": np.asarray(TABLE, np.float64)}),
@@ -45,7 +45,7 @@ methods = pytest.mark.parametrize("method", METHODS)
 
 
 def kernels_of(heads=HEADS, kv_heads=HEADS, size=SIZE):
-    """The weights of an attention layer, by the names that both kinds of module give them."""
+    """The weights of an attention layer, by their names in both kinds of module."""
     shapes = {
         "query": (WIDTH, heads, size),
         "key": (WIDTH, kv_heads, size),
@@ -59,7 +59,7 @@ def kernels_of(heads=HEADS, kv_heads=HEADS, size=SIZE):
 
 
 def layer(kind, attention_fn, *, heads=HEADS, **options):
-    """A function of kernels and inputs: Flax's attention module around `attention_fn`."""
+    """Flax's attention module with `attention_fn`, as a function of kernels and inputs."""
     options = {"use_bias": False, "attention_fn": attention_fn, **options}
     if kind == "linen":
         module = linen.MultiHeadDotProductAttention(heads, **options)
@@ -78,7 +78,7 @@ def layer(kind, attention_fn, *, heads=HEADS, **options):
 
 
 def in_numpy(x, kernels, name, visible, positions=None, *, weights=None, kv_heads=None):
-    """The same layer over `[B, T, D]`, a sequence at a time, in numpy and float64."""
+    """The same layer over `[B, T, D]`, one sequence after the other, in numpy and float64."""
     config = SimpleNamespace(
         num_heads=HEADS, num_kv_heads=kv_heads, rescaling="none", rescaling_factor=1.0
     )
@@ -88,16 +88,17 @@ def in_numpy(x, kernels, name, visible, positions=None, *, weights=None, kv_head
         positions = np.broadcast_to(np.arange(x.shape[1]), x.shape[:2])
     return np.stack(
         [
-            oracle.attention(row, kernels, name, weights, config, at, seen, None)
-            for row, at, seen in zip(np.asarray(x, np.float64), positions, visible)
+            oracle.attention(row, kernels, name, weights, config, row_positions, row_mask, None)
+            for row, row_positions, row_mask in zip(np.asarray(x, np.float64), positions, visible)
         ]
     )
 
 
 CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
-# Documents by row, 0 is padding: one; one after two pads; one before two; two of 4 and 2.
+# Document ids, 0 for padding: one document; one after two pads; one before two pads; two of
+# 4 and 2 tokens.
 DOCUMENTS = np.array([[1] * 6, [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 2, 2]])
-# Counted from each document's own start, where the modules count from each row's.
+# Positions count from each document's start here, and from each row's start in the modules.
 POSITIONS = np.array(
     [[0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3], [0, 1, 2, 3, 0, 0], [0, 1, 2, 3, 0, 1]]
 )
@@ -106,8 +107,8 @@ VISIBLE = CAUSAL & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None, :]) & (DOCUMENTS
 
 @kinds
 @methods
-def test_d1_d3_c4_padded_and_packed_rows_are_each_document_alone(kind, method):
-    """By the mask alone: no positions are told, and rows that see nothing are zero."""
+def test_d1_d3_c4_documents_in_padded_and_packed_rows_are_independent(kind, method):
+    """The mask alone suffices, without positions. Rows that see nothing are zero."""
     attention_fn, weights = METHODS[method]
     apply = layer(kind, attention_fn)
     x, kernels, mask = normal(5, 4, LENGTH, WIDTH), kernels_of(), jnp.asarray(VISIBLE[:, None])
@@ -125,13 +126,13 @@ FUTURE = [0.5, 0.125, 1.0, 0.0]
 
 
 def two_slopes(pair):
-    """The paper's authors' advice for encoders: slopes of their own for keys after the query."""
+    """The advice of ALiBi's authors for encoders: separate slopes for keys after the query."""
     slope = FUTURE[pair.head] if pair.j > pair.i else 2.0 ** (-2 * (pair.head + 1))
     return pair.product - slope * pair.distance
 
 
 def t5_both_ways(pair):
-    """Raffel et al. 2020, section 2.1: a bucket each for distances below 8, and 16 more after."""
+    """Raffel et al. 2020, section 2.1: a bucket per distance below 8, plus 16 for later keys."""
     bucket = pair.distance + (16 if pair.j > pair.i else 0)
     return pair.product + pair.weights["table"][bucket, pair.head]
 
@@ -145,7 +146,7 @@ ENCODERS = {
 
 @kinds
 @pytest.mark.parametrize("score", ENCODERS, ids=lambda score: score.__name__)
-def test_b2_d7_an_encoder_tells_distances_both_ways(kind, score, monkeypatch):
+def test_b2_d7_an_encoder_has_distances_in_both_directions(kind, score, monkeypatch):
     monkeypatch.setitem(oracle.SCORES, score.__name__, score)
     x, kernels, weights = normal(5, 2, LENGTH, WIDTH), kernels_of(), METHODS["t5"][1]
     out = layer(kind, ENCODERS[score])(kernels, x)
@@ -164,7 +165,7 @@ def test_a4_grouped_key_heads(method):
 
 @kinds
 def test_bfloat16_modules(kind):
-    """Four things are rounded on the way, each by up to 2^-9: no bias and no score."""
+    """Four results are rounded, each by up to 2^-9. Biases and scores are not."""
     kernels = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), kernels_of())
     x = normal(5, 2, LENGTH, WIDTH, dtype=jnp.bfloat16)
     apply = layer(kind, alibi_attention_fn(HEADS), dtype=jnp.bfloat16)
@@ -176,9 +177,9 @@ def test_bfloat16_modules(kind):
 
 
 def test_c1_scores_are_float32_in_bfloat16():
-    """Scores of 128 and a little more, which bfloat16 holds to the integer."""
+    """Scores are a little above 128, where bfloat16 represents only integers."""
     query = jnp.broadcast_to(jnp.array([16.0, 1, 0, 0]), (1, LENGTH, HEADS, SIZE))
-    key = jnp.stack([jnp.array([16.0, place / 2, 0, 0]) for place in range(LENGTH)])
+    key = jnp.stack([jnp.array([16.0, index / 2, 0, 0]) for index in range(LENGTH)])
     key = jnp.broadcast_to(key[:, None], query.shape)
     attend = functools.partial(alibi_attention_fn(HEADS), is_causal=True)
     exact = attend(query, key, value := normal(2, *query.shape).astype(jnp.bfloat16))
@@ -207,7 +208,7 @@ def test_any_number_of_batch_axes(kind):
     assert apply(x[:0]).shape == (0, 2, LENGTH, WIDTH)
 
 
-def test_a_mask_broadcasts_as_flax_has_it():
+def test_a_mask_broadcasts_as_in_flax():
     attend = functools.partial(alibi_attention_fn(HEADS), *qkv())
     expected = attend(is_causal=True)
     causal = jnp.asarray(CAUSAL)
@@ -220,24 +221,24 @@ def test_a_mask_broadcasts_as_flax_has_it():
 
 
 @methods
-def test_a_lone_query_is_the_last_key_that_it_sees(method):
+def test_a_single_query_has_the_position_of_the_last_key_that_it_sees(method):
     attend = METHODS[method][0]
     query, key, value = qkv()
 
     @quick
     @given(st.integers(0, LENGTH - 1), st.lists(st.booleans(), min_size=6, max_size=6))
-    def check(place, seen):
-        seen = np.array(seen) & (np.arange(LENGTH) < place)
-        seen[place] = True
-        # In the second sequence all of the keys are seen, and the query is the last of them.
-        mask = np.stack([seen, np.ones(LENGTH, bool)])[:, None, None].repeat(HEADS, axis=1)
-        # One head does not see the query's own key, which moves nothing.
-        mask[0, 0, 0, place] = mask[1, 0, 0, -1] = False
+    def check(index, visible):
+        visible = np.array(visible) & (np.arange(LENGTH) < index)
+        visible[index] = True
+        # In the second sequence all keys are visible, and the query is the last of them.
+        mask = np.stack([visible, np.ones(LENGTH, bool)])[:, None, None].repeat(HEADS, axis=1)
+        # One head does not see the query's own key. This does not change the query's position.
+        mask[0, 0, 0, index] = mask[1, 0, 0, -1] = False
         mask = jnp.asarray(mask)
-        lone = jnp.stack([query[0, place], query[1, -1]])[:, None]
+        single = jnp.stack([query[0, index], query[1, -1]])[:, None]
         whole = attend(query, key, value, mask=mask)
-        out = attend(lone, key, value, mask=mask)
-        np.testing.assert_allclose(out[0, 0], whole[0, place], atol=1e-6)
+        out = attend(single, key, value, mask=mask)
+        np.testing.assert_allclose(out[0, 0], whole[0, index], atol=1e-6)
         np.testing.assert_allclose(out[1, 0], whole[1, -1], atol=1e-6)
 
     check()
@@ -247,13 +248,13 @@ def test_a_lone_query_is_the_last_key_that_it_sees(method):
 
 
 @methods
-def test_input_positions_move_apart_what_they_say(method):
-    """As the newer NNX modules pass them on; a sequence with a gap is two parts of a longer one."""
+def test_input_positions_set_the_distances(method):
+    """The newer NNX modules pass them on. Positions with a gap are those of a longer sequence."""
     attend = METHODS[method][0]
     query, key, value = qkv(length=10)
     kept = np.array([0, 1, 2, 7, 8, 9])
-    seen = jnp.zeros(10, bool).at[kept].set(True)
-    whole = attend(query, key, value, mask=seen[None], is_causal=True)[:, kept]
+    visible = jnp.zeros(10, bool).at[kept].set(True)
+    whole = attend(query, key, value, mask=visible[None], is_causal=True)[:, kept]
     parts = [x[:, kept] for x in (query, key, value)]
     for positions in (kept, np.stack([kept + 5, kept])):
         out = attend(*parts, is_causal=True, input_positions=jnp.asarray(positions))
@@ -280,15 +281,15 @@ def test_b10_the_number_of_heads_is_checked(kind, attention_fn):
         layer(kind, attention_fn)(kernels_of(), normal(5, 2, LENGTH, WIDTH))
 
 
-def test_what_the_functions_are_given_is_used():
+def test_options_of_the_functions_are_used():
     query, key, value = qkv()
     bias = t5_bias(TABLE[:8], LENGTH, bidirectional=True, max_distance=5)
     expected = jax.nn.dot_product_attention(query, key, value, bias=bias[None])
     attend = t5_attention_fn(TABLE[:8], bidirectional=True, max_distance=5)
     np.testing.assert_allclose(attend(query, key, value), expected, atol=1e-6)
-    frequencies, places = jnp.array([0.5]), jnp.arange(LENGTH)
-    turned = [rotary(x, places, frequencies=frequencies) for x in (query, key)]
-    expected = jax.nn.dot_product_attention(*turned, value)
+    frequencies, positions = jnp.array([0.5]), jnp.arange(LENGTH)
+    rotated = [rotary(x, positions, frequencies=frequencies) for x in (query, key)]
+    expected = jax.nn.dot_product_attention(*rotated, value)
     attend = rotary_attention_fn(frequencies=frequencies)
     np.testing.assert_allclose(attend(query, key, value), expected, atol=1e-6)
 
@@ -303,7 +304,7 @@ def test_heads_may_be_a_numpy_integer():
 @kinds
 def test_dropout_of_the_modules(kind):
     x, kernels, mask = normal(5, 2, LENGTH, WIDTH), kernels_of(), jnp.asarray(CAUSAL)[None, None]
-    kept = layer(kind, alibi_attention_fn(HEADS))(kernels, x, mask=mask)
+    without = layer(kind, alibi_attention_fn(HEADS))(kernels, x, mask=mask)
     apply = layer(kind, alibi_attention_fn(HEADS), dropout_rate=0.5)
 
     def dropped(seed):
@@ -311,14 +312,14 @@ def test_dropout_of_the_modules(kind):
         rngs = nnx.Rngs(dropout=key) if kind == "nnx" else {"dropout": key}
         return apply(kernels, x, mask=mask, deterministic=False, rngs=rngs)
 
-    np.testing.assert_array_equal(apply(kernels, x, mask=mask, deterministic=True), kept)
+    np.testing.assert_array_equal(apply(kernels, x, mask=mask, deterministic=True), without)
     np.testing.assert_array_equal(dropped(0), dropped(0))
     assert (dropped(0) != dropped(1)).any()
-    assert (dropped(0) != kept).any()
+    assert (dropped(0) != without).any()
 
 
 def test_dropout_draws_for_every_score():
-    """With values of 1 an output is its share of weights kept, times 1 / (1 - rate)."""
+    """With values of 1 an output is the share of kept weights, times 1 / (1 - rate)."""
     query, key, value = (jnp.zeros((64, 1, HEADS, SIZE)), *qkv(1, 4, batch=(64,))[1:])
     attend = functools.partial(
         alibi_attention_fn([0.0] * HEADS), query, key, jnp.ones_like(value), dropout_rate=0.25
@@ -326,14 +327,14 @@ def test_dropout_draws_for_every_score():
     out = attend(dropout_rng=jax.random.key(3))
     shares = np.asarray(out[:, 0, :, 0] * 0.75 * 4)
     np.testing.assert_allclose(shares, shares.round(), atol=1e-6)
-    # 256 draws of 4: the mean is within 5 standard errors of 3, and no two heads are alike.
+    # 256 draws of 4: the mean is within 5 standard errors of 3, and all heads differ.
     assert abs(shares.mean() - 3) < 5 * math.sqrt(4 * 0.25 * 0.75 / 256)
     assert len({tuple(head) for head in shares.T}) == HEADS
     np.testing.assert_array_equal(attend(dropout_rng=jax.random.PRNGKey(3)), out)
     np.testing.assert_array_equal(attend(deterministic=True), jnp.ones_like(out))
 
 
-def test_dropout_without_a_key_or_with_a_rate_that_is_none_is_refused():
+def test_dropout_without_a_key_or_with_an_invalid_rate_is_refused():
     attend = functools.partial(alibi_attention_fn(HEADS), *qkv())
     with pytest.raises(ValueError, match=r"dropout_rate=0\.5 without a dropout_rng"):
         attend(dropout_rate=0.5)
@@ -343,7 +344,7 @@ def test_dropout_without_a_key_or_with_a_rate_that_is_none_is_refused():
 
 
 def sown(kind, attention_fn, kernels, x, mask, **options):
-    """The output, and what the module has sown, with the paths it has there."""
+    """The output, and the intermediates that the module has sown, by path."""
     if kind == "linen":
         module = linen.MultiHeadDotProductAttention(
             HEADS, use_bias=False, attention_fn=attention_fn, **options
@@ -368,7 +369,7 @@ def sown(kind, attention_fn, kernels, x, mask, **options):
 
 @kinds
 def test_b1_sown_weights(kind):
-    """Queries of 0: the weights are what the bias alone makes of them, for any head size."""
+    """Queries of 0 make the weights depend on the bias alone, for any head size."""
     x, kernels = normal(5, 2, 4, WIDTH), kernels_of()
     kernels["query"]["kernel"] *= 0
     mask = jnp.asarray(VISIBLE[:2, None, :4, :4])
@@ -381,22 +382,22 @@ def test_b1_sown_weights(kind):
     )
     # The second row begins with two pads.
     np.testing.assert_array_equal(weights["attention_weights"][0][1, :, :2], 0)
-    unsown = layer(kind, alibi_attention_fn(slopes))(kernels, x, mask=mask)
-    np.testing.assert_array_equal(out, unsown)
+    without_sowing = layer(kind, alibi_attention_fn(slopes))(kernels, x, mask=mask)
+    np.testing.assert_array_equal(out, without_sowing)
     default = linen.dot_product_attention if kind == "linen" else nnx.dot_product_attention
-    _, of_flax = sown(kind, default, kernels, x, mask)
-    assert jax.tree.map(jnp.shape, weights) == jax.tree.map(jnp.shape, of_flax)
+    _, flax_weights = sown(kind, default, kernels, x, mask)
+    assert jax.tree.map(jnp.shape, weights) == jax.tree.map(jnp.shape, flax_weights)
 
 
 @kinds
 @pytest.mark.parametrize("precision", ["highest", jax.lax.Precision.HIGHEST])
-def test_precision_is_that_of_the_module(kind, precision):
+def test_the_modules_precision_is_used(kind, precision):
     def products(precision):
         apply = layer(kind, alibi_attention_fn(HEADS), precision=precision)
         jaxpr = jax.make_jaxpr(apply)(kernels_of(), normal(5, 2, LENGTH, WIDTH))
         return str(jaxpr).count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
 
-    # Four projections, and query by key and weight by value.
+    # Four projections, query times key, and weight times value.
     assert (products(precision), products(None)) == (6, 0)
 
 
@@ -442,28 +443,30 @@ class LearnedTable(nnx.Module):
     "make", [lambda: LearnedSlopes(alibi_slopes(HEADS)), lambda: LearnedTable(TABLE)]
 )
 def test_a6_a_module_as_attention_fn_learns(make):
-    """Its parameters are the layer's, and their gradient is the central difference."""
+    """Its parameters belong to the layer, and their gradient equals the central difference."""
     module = nnx.MultiHeadAttention(
         HEADS, WIDTH, attention_fn=make(), decode=False, rngs=nnx.Rngs(0)
     )
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
     x, cotangent = normal(5, 2, LENGTH, WIDTH), normal(6, 2, LENGTH, WIDTH)
 
-    def loss(own):
-        module = nnx.merge(graphdef, params | {"attention_fn": own}, rest)
+    def loss(method_params):
+        module = nnx.merge(graphdef, params | {"attention_fn": method_params}, rest)
         return (module(x, is_causal=True) * cotangent).sum()
 
-    own = params["attention_fn"]
-    jax.test_util.check_grads(jax.jit(loss), (own,), order=1, modes="rev", rtol=1e-2, atol=1e-2)
-    (gradient,) = jax.tree.leaves(jax.grad(loss)(own))
-    # Of T5's table: the buckets of the distances that there are.
+    method_params = params["attention_fn"]
+    jax.test_util.check_grads(
+        jax.jit(loss), (method_params,), order=1, modes="rev", rtol=1e-2, atol=1e-2
+    )
+    (gradient,) = jax.tree.leaves(jax.grad(loss)(method_params))
+    # For T5 these are the buckets of the distances that occur.
     assert (gradient[:LENGTH] != 0).all()
 
 
 @kinds
 @pytest.mark.parametrize("devices", [2, 4])
-def test_a3_sharded_heads_have_the_slopes_of_all(kind, devices):
-    """12 heads, the weights sharded by head: XLA computes what one device does."""
+def test_a3_sharded_heads_have_their_own_slopes(kind, devices):
+    """12 heads with weights sharded by head give the result of one device."""
     x, kernels = normal(5, 2, LENGTH, WIDTH), kernels_of(heads=12, kv_heads=12, size=2)
     mask = jnp.asarray(CAUSAL)[None, None]
     apply = jax.jit(layer(kind, alibi_attention_fn(12), heads=12, qkv_features=24))
@@ -484,7 +487,7 @@ def test_a3_a_shard_takes_its_slice_of_the_slopes():
     arrays, heads = qkv(heads=12), jax.P(None, None, "devices")
     expected = alibi_attention_fn(12)(*arrays, is_causal=True)
 
-    def of_a_shard(slopes, *arrays):
+    def attend_shard(slopes, *arrays):
         return alibi_attention_fn(slopes)(*arrays, is_causal=True)
 
     shard = functools.partial(
@@ -493,7 +496,7 @@ def test_a3_a_shard_takes_its_slice_of_the_slopes():
         in_specs=(jax.P("devices"), heads, heads, heads),
         out_specs=heads,
     )
-    out = jax.jit(shard(of_a_shard))(alibi_slopes(12), *arrays)
+    out = jax.jit(shard(attend_shard))(alibi_slopes(12), *arrays)
     np.testing.assert_allclose(out, expected, atol=1e-6)
     with pytest.raises(ValueError, match="biases of 12 heads for 3 query heads"):
         shard(lambda slopes, *arrays: alibi_attention_fn(12)(*arrays))(alibi_slopes(12), *arrays)
@@ -501,7 +504,7 @@ def test_a3_a_shard_takes_its_slice_of_the_slopes():
 
 @kinds
 def test_an_exported_forward_pass(kind):
-    """Of any number of rows."""
+    """The number of rows is symbolic."""
     x, kernels = normal(5, 2, LENGTH, WIDTH), kernels_of()
     apply = jax.jit(layer(kind, alibi_attention_fn(HEADS)))
     (rows,) = jax.export.symbolic_shape("rows")
@@ -511,14 +514,14 @@ def test_an_exported_forward_pass(kind):
 
 
 def test_d4_the_bias_in_jaxs_own_attention():
-    """Causal by JAX's own flag where there are as many queries as keys, by a mask elsewhere."""
+    """JAX's causal flag serves equally many queries and keys, a mask serves other numbers."""
     query, key, value = qkv()
     expected = alibi_attention(query, key, value, alibi_slopes(HEADS))
     whole = jax.nn.dot_product_attention(
         query, key, value, bias=alibi_bias(HEADS, LENGTH)[None], is_causal=True
     )
     np.testing.assert_allclose(whole, expected, atol=1e-6)
-    # The third and fourth tokens, of a cache with room for six.
+    # The third and fourth tokens, with a cache of six slots.
     step = functools.partial(
         jax.nn.dot_product_attention,
         query[:, 2:4],
@@ -528,11 +531,11 @@ def test_d4_the_bias_in_jaxs_own_attention():
     )
     out = step(mask=jnp.asarray(CAUSAL[2:4])[None, None])
     np.testing.assert_allclose(out, expected[:, 2:4], atol=1e-6)
-    # The flag takes the queries to be the first of the keys.
+    # The flag aligns the first query with the first key.
     assert jnp.abs(step(is_causal=True) - expected[:, 2:4]).max() > 0.1
 
 
-# Language models of nothing but Flax's modules.
+# Language models made only of Flax's modules.
 
 
 class Layer(nnx.Module):
@@ -579,13 +582,13 @@ class LinenModel(linen.Module):
         return embed.attend(linen.LayerNorm()(x))
 
 
-# A pair of tokens again and again: what comes next is what was two places before.
+# A row repeats a pair of tokens, so the next token is the one before the last.
 PAIRS = np.random.default_rng(0).integers(VOCABULARY, size=(8, 2))
 TOKENS = jnp.asarray(np.tile(PAIRS, 5)[:, :9])
 
 
 def train(apply, params):
-    """The parameters after 50 steps, and what `apply` makes of the tokens with them."""
+    """The parameters after 50 steps, and the logits of the tokens with them."""
     optimizer = optax.adam(1e-2)
 
     def loss_of(params):
@@ -608,7 +611,7 @@ def train(apply, params):
     assert losses[-1] < 0.5 * losses[0]
     for path, largest in jax.tree.leaves_with_path(gradients):
         assert np.isfinite(largest).all(), path
-        # A bias of all keys, whose gradient is rounding, moves no softmax.
+        # A bias of all keys does not change a softmax: its gradient is only rounding.
         assert largest[-1] > 1e-6 or "key" in jax.tree_util.keystr(path), path
     return params, logits
 
@@ -622,7 +625,7 @@ NNX_METHODS = {
 
 @methods
 def test_b8_d4_an_nnx_model_trains_and_decodes(method):
-    """Cached, a token at a time, the causal flag left on as in google/flax#5591."""
+    """Decoding takes single tokens with a cache, the causal flag left on as in google/flax#5591."""
     model = NnxModel(NNX_METHODS[method], nnx.Rngs(0))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     params, whole = train(lambda params, tokens: nnx.merge(graphdef, params, rest)(tokens), params)
@@ -678,13 +681,13 @@ def test_b8_a_linen_model_trains_and_decodes(method):
     assert jnp.abs(default - whole).max() > 0.1
 
 
-def test_no_argument_displaces_the_positions():
-    """Flax's own function takes a `bias`: as a keyword it must not stand for ALiBi's."""
+def test_no_argument_replaces_the_position_method():
+    """Flax's own function takes a `bias`, which must not replace ALiBi's here."""
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 5, HEADS, 4))
     attend = alibi_attention_fn(HEADS)
     expected = attend(query, key, value, is_causal=True)
     np.testing.assert_array_equal(attend(query, key, value, bias=None, is_causal=True), expected)
-    with pytest.raises(ValueError, match="a bias besides that of the positions"):
+    with pytest.raises(ValueError, match="the position method sets the bias"):
         attend(query, key, value, bias=jnp.zeros((5, 5)))
     with pytest.raises(TypeError):
         attend(query, key, value, rotate=None)

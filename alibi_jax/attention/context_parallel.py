@@ -1,8 +1,8 @@
-"""Causal attention whose sequence is split over devices: each has a part of queries and keys.
+"""Context parallelism: causal attention whose sequence is sharded over devices.
 
-To be called by each of them, in `jax.shard_map`. Queries stay; keys come to them, all of them or,
-where a linear bias lets no others matter, those of the neighbour before alone. Distances are those
-in the whole sequence.
+Each device has a shard of the queries, keys and values, and calls this inside `jax.shard_map`.
+The queries stay on their device and the keys come to them: all keys, or only the previous shard's
+where a linear bias makes the others irrelevant. Distances are those in the whole sequence.
 """
 
 import jax
@@ -11,22 +11,23 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from alibi_jax.attention import attention
-from alibi_jax.attention.reach import NEGLIGIBLE, norm
+from alibi_jax.attention.reach import NEGLIGIBLE, norm_bound
 from alibi_jax.attention.rolling_cache import omitted_share, reach_length
 from alibi_jax.biases import LinearBias
 from alibi_jax.biases.alibi import Slopes
 
-# How much wider than the score with its own key a query's scores are taken to spread, where it is
-# guessed which heads' reach ends with the neighbour's keys. Whether it does is proved each time.
-_GAP = 16.0
+# Expected gap between the bound of a query's scores and the score with its own key, as in
+# `rolling_cache`. It predicts the heads whose reach ends within the previous shard. Each call
+# verifies the prediction.
+_EXPECTED_GAP = 16.0
 
 
-def near_heads(slopes: Slopes, num_kv_heads: int, length: int) -> tuple[int, ...]:
-    """The key heads all of whose query heads, as far as one expects, see no farther than `length`.
+def short_range_heads(slopes: Slopes, num_kv_heads: int, length: int) -> tuple[int, ...]:
+    """The key heads whose query heads are all expected to reach at most `length` tokens back.
 
-    The slopes must be numbers, not traced.
+    The slopes must be concrete, not traced.
     """
-    reaches = reach_length(slopes, _GAP, NEGLIGIBLE).reshape(num_kv_heads, -1).max(axis=1)
+    reaches = reach_length(slopes, _EXPECTED_GAP, NEGLIGIBLE).reshape(num_kv_heads, -1).max(axis=1)
     return tuple(head for head, reach in enumerate(reaches.tolist()) if reach <= length)
 
 
@@ -37,39 +38,45 @@ def context_attention(
     slopes: Slopes | None = None,
     *,
     axes: tuple[str, ...],
-    near: tuple[int, ...] = (),
+    short_range: tuple[int, ...] = (),
     positions: Int[Array, "*#B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Attention of a part's queries to the whole sequence, which is split over the mesh's `axes`.
+    """Attention of a shard's queries to the whole sequence, sharded over the mesh's `axes`.
 
-    Part i has tokens i·T to (i+1)·T − 1, whose `positions` (default: indices) and `segment_ids`
-    are given. `slopes` are those of a linear bias, if there is one.
+    Shard i holds tokens i·T to (i+1)·T − 1. `positions` (default: indices) and `segment_ids` are
+    those of the shard's tokens. `slopes` are those of a linear bias, None for no bias.
 
-    The key heads in `near` fetch no more than the neighbour's keys, unless in any part, on any
-    device of the mesh, all others can have more than a share of `NEGLIGIBLE` of a row's weight.
-    For them positions are indices, and heads are split over no device.
+    The key heads in `short_range` fetch only the previous shard's keys, if the other keys provably
+    have at most a share of `NEGLIGIBLE` of each row's weight, in every shard and on every device
+    of the mesh. Otherwise they fetch all keys. With `short_range`, positions must be the indices,
+    and the heads must not be sharded.
     """
     if slopes is None:
-        return _far(query, key, value, None, axes, positions, segment_ids)
+        return _attend_to_all(query, key, value, None, axes, positions, segment_ids)
     slopes = jnp.asarray(slopes)
-    if not near:
-        return _far(query, key, value, slopes, axes, positions, segment_ids)
-    far = sorted(set(range(key.shape[2])) - set(near))
-    outs, order = [], []
-    for heads in filter(len, (near, far)):
-        kv_heads, groups = np.array(heads), query.shape[2] // key.shape[2]
-        served = (kv_heads[:, None] * groups + np.arange(groups)).ravel()
-        parts = query[:, :, served], key[:, :, kv_heads], value[:, :, kv_heads], slopes[served]
-        if heads is near:
-            outs.append(_near(*parts, axes, segment_ids))
+    if not short_range:
+        return _attend_to_all(query, key, value, slopes, axes, positions, segment_ids)
+    long_range = sorted(set(range(key.shape[2])) - set(short_range))
+    outs, head_order = [], []
+    for heads in filter(len, (short_range, long_range)):
+        key_heads, queries_per_key = np.array(heads), query.shape[2] // key.shape[2]
+        query_heads = (key_heads[:, None] * queries_per_key + np.arange(queries_per_key)).ravel()
+        arrays = (
+            query[:, :, query_heads],
+            key[:, :, key_heads],
+            value[:, :, key_heads],
+            slopes[query_heads],
+        )
+        if heads is short_range:
+            outs.append(_attend_to_previous_shard(*arrays, axes, segment_ids))
         else:
-            outs.append(_far(*parts, axes, positions, segment_ids))
-        order.append(served)
-    return jnp.concatenate(outs, axis=2)[:, :, np.argsort(np.concatenate(order))]
+            outs.append(_attend_to_all(*arrays, axes, positions, segment_ids))
+        head_order.append(query_heads)
+    return jnp.concatenate(outs, axis=2)[:, :, np.argsort(np.concatenate(head_order))]
 
 
-def _far(
+def _attend_to_all(
     query: Array,
     key: Array,
     value: Array,
@@ -78,25 +85,25 @@ def _far(
     positions: Array | None,
     segment_ids: Array | None,
 ) -> Array:
-    """With the keys of all parts."""
+    """Attention to the gathered keys of all shards."""
 
-    def whole(x: Array, axis: int = 1) -> Array:
+    def gather(x: Array, axis: int = 1) -> Array:
         return jax.lax.all_gather(x, axes, axis=axis, tiled=True)
 
     return attention(
         query,
-        whole(key),
-        whole(value),
+        gather(key),
+        gather(value),
         bias=None if slopes is None else LinearBias(slopes),
         offset=jax.lax.axis_index(axes) * query.shape[1],
         query_positions=positions,
-        key_positions=None if positions is None else whole(positions, positions.ndim - 1),
+        key_positions=None if positions is None else gather(positions, positions.ndim - 1),
         query_segment_ids=segment_ids,
-        key_segment_ids=None if segment_ids is None else whole(segment_ids),
+        key_segment_ids=None if segment_ids is None else gather(segment_ids),
     )
 
 
-def _near(
+def _attend_to_previous_shard(
     query: Array,
     key: Array,
     value: Array,
@@ -104,45 +111,45 @@ def _near(
     axes: tuple[str, ...],
     segment_ids: Array | None,
 ) -> Array:
-    """With the keys of the neighbour before, where it is proved that no others matter."""
-    share = _beyond_neighbour(*jax.lax.stop_gradient((query, key, slopes)), axes)
-    # All devices go one way, for they meet in what it has of collectives.
+    """Attention to the keys of this and the previous shard, or to all if others may matter."""
+    share = _share_beyond_previous_shard(*jax.lax.stop_gradient((query, key, slopes)), axes)
+    # All devices must take the same branch, because the branches contain collectives.
     share = jax.lax.pmax(share, jax.sharding.get_abstract_mesh().axis_names)
-    # The first part's neighbour is nobody: its keys, which are zeros, are padding.
+    # The first shard has no previous one: it receives zeros, whose segment id 0 marks padding.
     ids = jnp.ones(query.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    to_next = [(part, part + 1) for part in range(jax.lax.axis_size(axes) - 1)]
+    to_next_shard = [(shard, shard + 1) for shard in range(jax.lax.axis_size(axes) - 1)]
 
-    def both(x: Array) -> Array:
-        return jnp.concatenate([jax.lax.ppermute(x, axes, to_next), x], axis=1)
+    def with_previous(x: Array) -> Array:
+        return jnp.concatenate([jax.lax.ppermute(x, axes, to_next_shard), x], axis=1)
 
-    def with_neighbour(query: Array, key: Array, value: Array) -> Array:
+    def attend_to_two_shards(query: Array, key: Array, value: Array) -> Array:
         return attention(
             query,
-            both(key),
-            both(value),
+            with_previous(key),
+            with_previous(value),
             bias=LinearBias(slopes),
             query_segment_ids=ids,
-            key_segment_ids=both(ids),
+            key_segment_ids=with_previous(ids),
         )
 
-    def with_all(query: Array, key: Array, value: Array) -> Array:
-        return _far(query, key, value, slopes, axes, None, segment_ids)
+    def attend_to_all(query: Array, key: Array, value: Array) -> Array:
+        return _attend_to_all(query, key, value, slopes, axes, None, segment_ids)
 
-    return jax.lax.cond(share <= NEGLIGIBLE, with_neighbour, with_all, query, key, value)
+    return jax.lax.cond(share <= NEGLIGIBLE, attend_to_two_shards, attend_to_all, query, key, value)
 
 
-def _beyond_neighbour(
+def _share_beyond_previous_shard(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     slopes: Float[Array, "N"],
     axes: tuple[str, ...],
 ) -> Float[Array, ""]:
-    """No less than the share of any row's weight in keys farther back than the neighbour's."""
+    """An upper bound on the share of any row's weight in keys before the previous shard."""
     batch, length = query.shape[:2]
-    # Of all parts: those beyond are among them.
-    longest = jax.lax.pmax(norm(key).max(axis=1, keepdims=True), axes)
+    # The greatest norm over all shards also bounds the keys before the previous shard.
+    norms = jax.lax.pmax(norm_bound(key).max(axis=1, keepdims=True), axes)
     distance = jnp.broadcast_to(length + 1 + jnp.arange(length, dtype=jnp.int32), (batch, length))
-    longest = jnp.broadcast_to(longest, key.shape[:3])
-    share = omitted_share(query, key, slopes, longest, distance).max()
-    # The first two parts have no keys beyond.
+    norms = jnp.broadcast_to(norms, key.shape[:3])
+    share = omitted_share(query, key, slopes, norms, distance).max()
+    # The first two shards have no keys before their previous shard.
     return jnp.where(jax.lax.axis_index(axes) < 2, 0.0, share)

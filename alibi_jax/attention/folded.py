@@ -1,4 +1,4 @@
-"""Linear biases folded into queries and keys, so that any kernel without biases serves."""
+"""Linear biases folded into queries and keys, so that any attention kernel without biases works."""
 
 import math
 from typing import Literal
@@ -11,18 +11,18 @@ from jaxtyping import Array, Float
 
 from alibi_jax.biases.alibi import Slopes
 
-# Whole numbers up to here are exact in bfloat16, so that a position is the sum of two of them.
-_EXACT = 256
-_LONGEST = 2 * _EXACT**2
-# Key columns are divided by this and those of queries multiplied, so that neither leaves
-# float16's range: positions reach 2^16, parts of slopes 2^-17 of the slope.
-_UNIT = 16.0
-# cuDNN takes widths that are multiples of this.
-_MULTIPLE = 8
-# Greatest error of a score, in nats, that is the relative error of a weight. In 16 bits weights
-# are rounded by up to 0.4% in any case; float32 is asked for where 0.1% is to be seen.
-_TOLERANCE = 1e-3
-_TOLERANCE_OF_HALF = 2e-2
+# All integers up to this one are exact in bfloat16, so that two of them can represent a position.
+_MAX_EXACT_INTEGER = 256
+_MAX_LENGTH = 2 * _MAX_EXACT_INTEGER**2
+# Key columns are divided by this number and query columns multiplied by it, so that both stay
+# within float16's range: positions reach 2^16, the parts of a slope 2^-17 of the slope.
+_COLUMN_SCALE = 16.0
+# cuDNN takes head sizes that are multiples of this number.
+_SIZE_MULTIPLE = 8
+# Greatest error of a score, in nats, which equals the relative error of a weight. In 16 bits a
+# weight is rounded by up to 0.4 % anyway. Float32 is for users who need to resolve 0.1 %.
+_MAX_ERROR_FLOAT32 = 1e-3
+_MAX_ERROR_16_BIT = 2e-2
 
 
 def folded(
@@ -34,43 +34,44 @@ def folded(
     window: int | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Causal self-attention with linear biases by `jax.nn.dot_product_attention`.
+    """Causal self-attention with linear biases, computed by `jax.nn.dot_product_attention`.
 
-    Softmax(query · key / sqrt(H) − m·(i−j)) · value over the keys j ≤ i, the last `window` of
-    them where given: the query's own and those before. The dtype of query, key and value is one;
-    with K < N each key head serves N/K neighbouring query heads. `implementation` is JAX's; None
-    is cuDNN's fused kernel for 16 bits on a GPU, and elsewhere JAX's choice. All four arrays
-    have gradients; that of the slopes sums positions times gradients that the kernel may have
-    rounded to 16 bits, so it is the noisier the longer the rows.
+    Returns softmax(query · key / sqrt(H) − m·(i−j)) · value over the keys j ≤ i, or over the last
+    `window` of them, the query's own included. Query, key and value have the same dtype. With
+    K < N each key head serves N/K neighbouring query heads. `implementation` is that of
+    `jax.nn.dot_product_attention`; None selects cuDNN's fused kernel for 16 bits on a GPU, and
+    JAX's default elsewhere. All four arrays have gradients. The gradient of the slopes is a sum
+    of positions times gradients that the kernel may have rounded to 16 bits, so its noise grows
+    with the length.
 
-    Press et al. 2021, "Train Short, Test Long", section 3; the columns as in
-    FlashBias (arXiv:2505.12044), whose positions in 16 bits are not exact.
+    Press et al. 2021, "Train Short, Test Long", section 3; columns as in FlashBias
+    (arXiv:2505.12044), whose positions in 16 bits are not exact.
 
     Raises:
-        ValueError: where queries and keys differ in number, the window is empty, a score could be
-            off by more than 2e-2 in 16 bits or 1e-3 in float32 (`folded_error`), or there is
-            not a slope for each query head. Traced slopes are taken to be at most 1, as
-            ALiBi's are: steeper ones make the error larger in proportion.
+        ValueError: if the numbers of queries and keys differ, the window is empty, the number of
+            slopes is not that of the query heads, or a score could be off by more than 2e-2 in
+            16 bits or 1e-3 in float32 (`folded_error`). Traced slopes are assumed to be at most
+            1, as ALiBi's are; steeper slopes increase the error in proportion.
     """
     length, size = query.shape[1], query.shape[-1]
     if key.shape[1] != length:
         raise ValueError(
-            f"{length} queries, {key.shape[1]} keys: biases are folded in self-attention only, "
+            f"{length} queries, {key.shape[1]} keys: biases can be folded only in self-attention, "
             "where every query is a key"
         )
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1: a query sees its own key")
     if refusal := folded_refusal(slopes, length, query.dtype):
         raise ValueError(refusal)
-    if implementation is None and jax.default_backend() == "gpu" and _half(query.dtype):
-        # JAX's own default is to keep every score, on a GPU too.
+    if implementation is None and jax.default_backend() == "gpu" and _has_16_bits(query.dtype):
+        # JAX's own default materialises all scores, on a GPU too.
         implementation = "cudnn"
 
     query, key = fold(query, key, jnp.asarray(slopes, jnp.float32) * size**0.5)
-    # One width for all: some fused kernels have no other.
-    width = max(query.shape[-1], _rounded_up(value.shape[-1]))
+    # Some fused kernels require one head size for queries, keys and values.
+    common_size = max(query.shape[-1], _round_up(value.shape[-1]))
     output = jax.nn.dot_product_attention(
-        *(_padded(x, width) for x in (query, key, value)),
+        *(_pad_features(x, common_size) for x in (query, key, value)),
         scale=size**-0.5,
         is_causal=True,
         local_window_size=None if window is None else (window - 1, 0),
@@ -82,91 +83,104 @@ def folded(
 def fold(
     query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], slopes: Slopes
 ) -> tuple[Float[Array, "B T N W"], Float[Array, "B S K W"]]:
-    """Queries and keys of more columns, whose products are query · key + m·(j − S//2).
+    """Queries and keys with extra columns, whose products are query · key + m·(j − S//2).
 
-    In a causal softmax that is −m·(i−j), for a row's own shift leaves its weights as they are.
-    `slopes`, `[N]`, are those of the products: a kernel that divides them by sqrt(H) is given
-    the slopes times sqrt(H), and its divisor stays the H of before. W is H + 6 rounded up to a
-    multiple of 8, of zeros where there is no more to say. In the dtypes of `query` and `key`.
+    In a causal softmax this is the bias −m·(i−j), because a shift of a whole row leaves its weights
+    unchanged. `slopes`, `[N]`, apply to the products: for a kernel that divides products by
+    sqrt(H), give the slopes times sqrt(H), and keep the divisor for the original H. W is H + 6
+    rounded up to a multiple of 8, with zeros in the unused columns. The results have the dtypes
+    of `query` and `key`.
 
-    A key's position is a multiple of 256 plus a rest, a slope three numbers of 8 bits: each is
-    exact in bfloat16, and so are their products in float32. The gradient of the slopes comes
-    through the first of the three. In float16 slopes may be up to 4094 here.
+    A key's position is a multiple of 256 plus a remainder, and a slope is a sum of three numbers
+    of 8 bits. All of them are exact in bfloat16, and their products are exact in float32. The
+    gradient of the slopes comes through the first of the three numbers. In float16 slopes may be
+    up to 4094 here.
 
-    Raises ValueError unless there is a slope for each query head, and for more than 131,072 keys:
-    their positions would not be exact.
+    Raises ValueError if the number of slopes is not that of the query heads, and for more than
+    131,072 keys, whose positions would not be exact.
     """
     num_heads, num_keys = query.shape[2], key.shape[1]
     if len(slopes) != num_heads:
         raise ValueError(f"{len(slopes)} slopes for {num_heads} query heads")
-    if num_keys > _LONGEST:
-        raise ValueError(f"{num_keys} keys: two numbers of bfloat16 give {_LONGEST} positions")
-    # From the middle, so that the sums, and with them their rounding, are half as large.
+    if num_keys > _MAX_LENGTH:
+        raise ValueError(
+            f"{num_keys} keys: two bfloat16 numbers represent at most {_MAX_LENGTH} positions"
+        )
+    # These columns restate ALiBi's formula, `alibi_bias_at` (biases/alibi.py).
+    # Positions count from the middle, which halves the sums and so their rounding errors.
     positions = np.arange(num_keys) - num_keys // 2
-    whole = np.round(positions / _EXACT) * _EXACT
-    # The small ones first: a kernel that adds in order then has no sum above the last.
-    of_keys = np.stack([positions - whole] * 3 + [whole] * 3, axis=-1)[:, None] / _UNIT
-    of_queries = jnp.stack(_parts(jnp.asarray(slopes, jnp.float32) * _UNIT) * 2, axis=-1)
-    return _joined(query, of_queries), _joined(key, jnp.asarray(of_keys, jnp.float32))
+    coarse = np.round(positions / _MAX_EXACT_INTEGER) * _MAX_EXACT_INTEGER
+    # The small columns come first: a kernel that adds in order then has no sum above the last.
+    key_columns = np.stack([positions - coarse] * 3 + [coarse] * 3, axis=-1)[:, None]
+    key_columns /= _COLUMN_SCALE
+    scaled_slopes = jnp.asarray(slopes, jnp.float32) * _COLUMN_SCALE
+    query_columns = jnp.stack(_three_parts(scaled_slopes) * 2, axis=-1)
+    return (
+        _append_columns(query, query_columns),
+        _append_columns(key, jnp.asarray(key_columns, jnp.float32)),
+    )
 
 
 def folded_error(slopes: Slopes, length: int, dtype: DTypeLike) -> float:
-    """By how much folding may put a score off, in nats, beside what is the same for a whole row.
+    """A bound on the error of a score through folding, in nats, up to a shift of the whole row.
 
-    m·T·2⁻²¹, of the steepest slope m and rows of T. The columns and their products are exact
-    (`fold`), so float32 alone rounds, and numbers of at most m·T/2: as each of the six products
-    is added, by up to 2⁻²³ of them (a kernel may truncate), and by up to 2⁻²⁴ in sqrt(H), in
-    1/sqrt(H) and in the product with either. Together 16·2⁻²⁴·m·T/2. Float16 has no parts of
-    slopes below 2⁻²⁴: 3·2⁻³⁰·T more. What float32 makes of query · key itself is not counted.
-    Infinite for rows that `fold` refuses.
+    The bound is m·T·2⁻²¹ for the steepest slope m and rows of T tokens. The columns and their
+    products are exact (`fold`), so only float32 rounds, and it rounds numbers of at most m·T/2.
+    Each of the six additions errs by up to 2⁻²³ of that (a kernel may truncate), and each of
+    sqrt(H), 1/sqrt(H) and the product with either by up to 2⁻²⁴. Together this is 16·2⁻²⁴·m·T/2.
+    In float16 the parts of a slope below 2⁻²⁴ are lost, which adds 3·2⁻³⁰·T. The rounding of
+    query · key itself in float32 is not counted. The bound is infinite for rows that `fold`
+    refuses.
     """
-    if length > _LONGEST:
+    if length > _MAX_LENGTH:
         return math.inf
     error = _steepest(slopes) * length * 2.0**-21
     return error + 3 * 2.0**-30 * length if dtype == jnp.float16 else error
 
 
 def folded_refusal(slopes: Slopes, length: int, dtype: DTypeLike) -> str:
-    """Why `folded` does not take such rows; nothing where it does."""
-    known = (1.0,) if isinstance(slopes, jax.core.Tracer) else slopes
-    error = folded_error(known, length, dtype)
-    tolerance = _TOLERANCE_OF_HALF if _half(dtype) else _TOLERANCE
-    if error <= tolerance:
+    """The reason why `folded` does not take such rows; empty if it does."""
+    concrete_slopes = (1.0,) if isinstance(slopes, jax.core.Tracer) else slopes
+    error = folded_error(concrete_slopes, length, dtype)
+    max_error = _MAX_ERROR_16_BIT if _has_16_bits(dtype) else _MAX_ERROR_FLOAT32
+    if error <= max_error:
         return ""
     return (
-        f"slopes up to {_steepest(known):.3g} folded into {jnp.dtype(dtype)} rows of {length} "
-        f"could put a score off by {error:.2g}, more than {tolerance:g}: use the blockwise "
-        "implementation, or shorter rows"
+        f"slopes up to {_steepest(concrete_slopes):.3g} folded into {jnp.dtype(dtype)} rows of "
+        f"{length} could put a score off by {error:.2g}, more than {max_error:g}: use the "
+        "blockwise implementation, or shorter rows"
     )
 
 
-def _parts(x: Float[Array, "N"]) -> list[Float[Array, "N"]]:
-    """Three numbers of 8 bits whose sum is x; the gradient of x is that of the first."""
-    # Not a cast to bfloat16 and back, which XLA may leave out.
+def _three_parts(x: Float[Array, "N"]) -> list[Float[Array, "N"]]:
+    """Three numbers of 8 bits whose sum is x. The gradient of x is that of the first."""
+    # `reduce_precision`, because XLA may remove a cast to bfloat16 and back.
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     middle = jax.lax.reduce_precision(x - high, exponent_bits=8, mantissa_bits=7)
     low = x - high - middle
     return [x + jax.lax.stop_gradient(high - x), *jax.lax.stop_gradient([middle, low])]
 
 
-def _joined(x: Float[Array, "B T N H"], columns: Float[Array, "..."]) -> Float[Array, "B T N W"]:
+def _append_columns(
+    x: Float[Array, "B T N H"], columns: Float[Array, "..."]
+) -> Float[Array, "B T N W"]:
     columns = jnp.broadcast_to(columns, (*x.shape[:-1], columns.shape[-1])).astype(x.dtype)
-    joined = jnp.concatenate([x, columns], axis=-1)
-    return _padded(joined, _rounded_up(joined.shape[-1]))
+    extended = jnp.concatenate([x, columns], axis=-1)
+    return _pad_features(extended, _round_up(extended.shape[-1]))
 
 
-def _padded(x: Float[Array, "B T N H"], width: int) -> Float[Array, "B T N W"]:
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[-1])))
+def _pad_features(x: Float[Array, "B T N H"], size: int) -> Float[Array, "B T N W"]:
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
 
 
 def _steepest(slopes: Slopes) -> float:
-    # In numpy alone: JAX would trace even known slopes under `jit`.
+    # In numpy, because JAX would trace even concrete slopes under `jit`.
     return float(np.max(np.abs(np.asarray(slopes, np.float64))))
 
 
-def _half(dtype: DTypeLike) -> bool:
+def _has_16_bits(dtype: DTypeLike) -> bool:
     return jnp.finfo(dtype).bits == 16
 
 
-def _rounded_up(width: int) -> int:
-    return -(-width // _MULTIPLE) * _MULTIPLE
+def _round_up(size: int) -> int:
+    return -(-size // _SIZE_MULTIPLE) * _SIZE_MULTIPLE
