@@ -15,7 +15,7 @@ Bias = Callable[..., Array | None]
 def positions_by_length(
     query_length: int, key_length: int | None, offset: int | Int[Array, ""] | None
 ) -> tuple[Int[Array, "T"], Int[Array, "S"]]:
-    """Positions of T queries and S keys, int32; the arguments are those of `alibi_bias`."""
+    """Positions of T queries and S keys, int32; the arguments are as in `alibi_bias`."""
     if key_length is None:
         key_length = query_length
     if offset is None:

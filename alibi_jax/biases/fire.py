@@ -38,8 +38,8 @@ def fire_bias(
 ) -> Float[Array, "N T S"]:
     """FIRE's bias, f(ψ(|i−j|) / ψ(max(L, i))), of T queries over S keys.
 
-    Float32 `[N, T, S]`. Lengths, `offset` and their ValueError are those of `alibi_bias`; the
-    rest is as in `fire_bias_at`.
+    Float32 `[N, T, S]`. Lengths, `offset` and the ValueError are as in `alibi_bias`, the formula
+    as in `fire_bias_at`.
 
     Li et al. 2023 (FIRE), section 3.
     """

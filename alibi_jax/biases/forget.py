@@ -64,9 +64,9 @@ def forget_bias_at(query_decay: Decay, key_decay: Decay) -> Float[Array, "... N 
 
     Float32 `[..., N, T, S]`; the leading axes of the decays broadcast. Both decays come from one
     `forget_decay` over the whole sequence: `query_decay` has the rows of the query tokens,
-    `[..., T, N]`, and `key_decay` those of the key tokens, `[..., S, N]`. The bias is for causal
-    attention within a segment only: it would reward a key after its query instead of forgetting
-    it. If all gates of a head are equal, it is ALiBi with slope −log f.
+    `[..., T, N]`, and `key_decay` has the rows of the key tokens, `[..., S, N]`. The bias is for
+    causal attention within a segment only: it would reward a key after its query instead of
+    forgetting it. If all gates of a head are equal, it is ALiBi with slope −log f.
 
     Lin et al. 2025 (Forgetting Transformer), section 3.
     """

@@ -18,7 +18,7 @@ def kerple_log_bias(
     """KERPLE's logarithmic bias, −r₁·log(1 + r₂·|i−j|), of T queries over S keys.
 
     Float32 `[N, T, S]`. `scale` is r₁ and `rate` is r₂, both positive. Lengths, `offset` and
-    their ValueError are those of `alibi_bias`.
+    the ValueError are as in `alibi_bias`.
 
     Chi et al. 2022 (KERPLE), section 4.
     """
@@ -53,7 +53,7 @@ def kerple_power_bias(
     """KERPLE's power bias, −r₁·|i−j|^r₂, of T queries over S keys.
 
     Float32 `[N, T, S]`. `scale` is r₁, positive, and `exponent` is r₂, above 0 and at most 2. With
-    r₂ = 1 the bias is ALiBi with slope r₁. Lengths, `offset` and their ValueError are those of
+    r₂ = 1 the bias is ALiBi with slope r₁. Lengths, `offset` and the ValueError are as in
     `alibi_bias`.
 
     Chi et al. 2022 (KERPLE), section 4.

@@ -31,8 +31,8 @@ def sandwich_bias(
 ) -> Float[Array, "N T S"]:
     """Sandwich's bias, (pᵢ·pⱼ − d/2) / ratio, of T queries over S keys.
 
-    Float32 `[N, T, S]`. Lengths and `offset` are those of `alibi_bias`; the rest is as in
-    `sandwich_bias_at`. Raises the ValueErrors of both.
+    Float32 `[N, T, S]`. Lengths and `offset` are as in `alibi_bias`, the formula as in
+    `sandwich_bias_at`. Raises the ValueErrors of both functions.
 
     Chi et al. 2023 (Sandwich), arXiv 2212.10356.
     """

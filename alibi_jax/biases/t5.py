@@ -78,7 +78,7 @@ def t5_bias(
     """T5's learned bias of T queries over S keys.
 
     Float32 `[N, T, S]`. T5 shares one table among all layers and has no bias in cross attention.
-    Lengths and `offset` are those of `alibi_bias`. Raises the ValueErrors of `alibi_bias` and
+    Lengths and `offset` are as in `alibi_bias`. Raises the ValueErrors of `alibi_bias` and
     `t5_buckets`.
 
     Raffel et al. 2020 (T5), section 2.1.
