@@ -135,7 +135,7 @@ def test_a_stream_without_text_is_refused(tmp_path):
 PROGRAM = """
 import hashlib, os, pathlib, sys, time
 from alibi_jax.config import Data
-from alibi_jax.data.streams import token_stream
+from alibi_jax.data.token_streams import token_stream
 from alibi_jax.data.tokenizers import ByteTokenizer
 
 folder, wait_in_text = pathlib.Path(sys.argv[1]), len(sys.argv) > 2

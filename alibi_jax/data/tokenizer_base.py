@@ -1,4 +1,4 @@
-"""Text to token ids and back, without loss: what every tokenizer gives."""
+"""The interface of every tokenizer: text to token ids and back, without loss."""
 
 import abc
 import functools
@@ -16,10 +16,10 @@ class Tokenizer(abc.ABC):
 
     kind: str
     vocab_size: int
-    # The token put before each document. It may occur in documents too, as the end of a line
-    # does: where they start, only `document_starts` tells.
+    # The token before each document. Documents may contain it too, as they do where it also ends
+    # lines: only `document_starts` says where documents start.
     separator: int = 0
-    # What each token stands for; nothing, for a separator that no document holds.
+    # The bytes of each token; empty for a separator that no document contains.
     byte_strings: list[bytes]
 
     @abc.abstractmethod
@@ -28,38 +28,42 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """All of the tokenizer as JSON values; `from_dict` makes it again."""
+        """The whole tokenizer as JSON values, from which `from_dict` restores it."""
 
     @property
     def fingerprint(self) -> str:
-        """The same for two tokenizers only if they give the same tokens."""
+        """A digest: two tokenizers have the same one only if they give the same tokens."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     @functools.cached_property
     def token_bytes(self) -> Int32[np.ndarray, "V"]:
-        """How many bytes each token stands for."""
+        """The number of bytes of each token."""
         return np.array([len(string) for string in self.byte_strings], np.int32)
 
     def decode(self, ids: Integer[np.ndarray, "T"] | Sequence[int]) -> bytes:
-        """The bytes of tokens, one after another."""
+        """The concatenated bytes of tokens."""
         return b"".join(self.byte_strings[token] for token in np.asarray(ids, int).tolist())
 
     def words(self, tokens: Integer[np.ndarray, "N"]) -> Int32[np.ndarray, "N"]:
-        """How many words of the raw text begin in each token of a stream.
+        """The number of words of the raw text that begin in each token of a stream.
 
-        A word is a longest run of bytes other than ASCII whitespace, as `bytes.split` has it.
-        None goes on across a separator, nor from before the first token.
+        A word is a maximal run of bytes other than ASCII whitespace, as in `bytes.split`. No word
+        extends across a separator or from before the first token.
         """
-        begins, ends, inside = self._word_tables
-        broken = np.concatenate([[True], ends[tokens]])[:-1]
-        return inside[tokens] + (begins[tokens] & broken)
+        begins_in_word, ends_outside, begin_inside = self._word_tables
+        after_break = np.concatenate([[True], ends_outside[tokens]])[:-1]
+        return begin_inside[tokens] + (begins_in_word[tokens] & after_break)
 
     @functools.cached_property
     def _word_tables(
         self,
     ) -> tuple[Bool[np.ndarray, "V"], Bool[np.ndarray, "V"], Int32[np.ndarray, "V"]]:
-        """Of each token: does it begin in a word, end outside one, how many begin further in."""
-        begins = np.array([string[:1].strip() != b"" for string in self.byte_strings])
-        ends = np.array([string[-1:].strip() == b"" for string in self.byte_strings])
+        """Three facts about each token of the vocabulary.
+
+        Whether its first byte is in a word; whether it ends outside any word; the number of words
+        that begin after its first byte.
+        """
+        begins_in_word = np.array([string[:1].strip() != b"" for string in self.byte_strings])
+        ends_outside = np.array([string[-1:].strip() == b"" for string in self.byte_strings])
         words = np.array([len(string.split()) for string in self.byte_strings], np.int32)
-        return begins, ends, words - begins
+        return begins_in_word, ends_outside, words - begins_in_word

@@ -1,7 +1,7 @@
-"""Which tokens make an example: shuffled windows to train on, ordered ones to score.
+"""Windows over a token stream: shuffled for training, in order for evaluation.
 
-A window of length L that starts at `s` has the inputs tokens[s : s + L] and the targets
-tokens[s + 1 : s + L + 1]: the target at index t sees t + 1 tokens.
+A window of length L that starts at index s has the inputs tokens[s : s + L] and the targets
+tokens[s + 1 : s + L + 1]. The target at index t of the window sees t + 1 tokens: its context.
 """
 
 import dataclasses
@@ -12,16 +12,16 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 from alibi_jax.data.errors import DataError
 
-# Ahead of the step being run; a batch is small and quick to make.
+# Batches made ahead of the running step. A batch is small and quick to make.
 _PREFETCHED = 4
 
 
 class TrainingBatches:
-    """Batches as a function of the step: nothing of an iterator is ever saved.
+    """Batches as a function of the step, so that a checkpoint needs no state of an iterator.
 
-    The windows follow one another without overlap, floor((N - 1) / length) of them, and each
-    epoch has its own order. Example number step * batch_size + row of the run is the same for
-    any number of processes. Raises DataError if there is not one window.
+    The floor((N - 1) / length) windows follow one another without overlap, and each epoch has its
+    own order. The run's example number step * batch_size + row is the same for any number of
+    processes. Raises DataError if the stream has no whole window.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class TrainingBatches:
     def batch_at(
         self, step: int, rows: slice | Integer[np.ndarray, "B"] | None = None
     ) -> dict[str, Int32[np.ndarray, "B L"]]:
-        """{"inputs", "targets"} of a step; of the global batch only `rows`, if given."""
-        every = np.arange(self._batch_size)
-        examples = step * self._batch_size + (every if rows is None else every[rows])
+        """{"inputs", "targets"} of a step: the global batch, or only its `rows`."""
+        all_rows = np.arange(self._batch_size)
+        examples = step * self._batch_size + (all_rows if rows is None else all_rows[rows])
         windows = np.array([self._windows[int(example)] for example in examples], np.int64)
         span = np.arange(self._length + 1)
         block = self._tokens[windows[:, None] * self._length + span].astype(np.int32)
@@ -57,7 +57,7 @@ class TrainingBatches:
         num_steps: int,
         rows: slice | Integer[np.ndarray, "B"] | None = None,
     ) -> Iterator[dict[str, Int32[np.ndarray, "B L"]]]:
-        """`batch_at` of each step in order, made ahead of time in background threads."""
+        """`batch_at` of each step in order. Background threads make the batches ahead of time."""
         import grain
 
         steps = grain.MapDataset.range(start_step, start_step + num_steps)
@@ -68,15 +68,15 @@ class TrainingBatches:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationWindows:
-    """Windows over a stream, and which targets each of them scores: its last ones.
+    """W windows over a token stream. Each window scores its targets from `first_scored` on.
 
-    The target at index t of a window sees t + 1 tokens, which is its context. With `bos`, that
-    token takes the place of each window's first input, and counts as one of those seen.
+    With `bos`, that token replaces the first input of each window and counts as context.
     """
 
     length: int
-    # The first input of each window, how many it has (fewer than `length` at the end of a text),
-    # and the first index in it that is scored: in all of them 0 or the same other one.
+    # Of each window: the stream index of its first input; its number of inputs (below `length` at
+    # the end of a text); the index in the window of its first scored target, which is 0 or one
+    # value that all other windows share.
     starts: Int64[np.ndarray, "W"]
     sizes: Int64[np.ndarray, "W"]
     first_scored: Int64[np.ndarray, "W"]
@@ -87,42 +87,43 @@ class EvaluationWindows:
 
     @property
     def num_scored(self) -> Int64[np.ndarray, "W"]:
-        """Targets that each window scores, at least 1."""
+        """The number of targets that each window scores, at least 1."""
         return self.sizes - self.first_scored
 
     @property
     def offsets(self) -> Int64[np.ndarray, "W"]:
-        """Of each window's first target among all of them."""
+        """The index of each window's first scored target among all M scored targets."""
         return np.cumsum(self.num_scored) - self.num_scored
 
     @property
     def targets(self) -> Int64[np.ndarray, "M"]:
-        """The index in the stream of each target, window by window."""
+        """The stream index of each scored target, window by window."""
         return np.repeat(self.starts, self.num_scored) + self.contexts
 
     @property
     def contexts(self) -> Int64[np.ndarray, "M"]:
-        """How many tokens each target sees, window by window."""
+        """The context of each scored target in tokens, window by window."""
         counts = self.num_scored
         within = np.arange(counts.sum()) - np.repeat(self.offsets, counts)
         return within + np.repeat(self.first_scored, counts) + 1
 
     @property
     def min_context(self) -> int:
-        """The fewest tokens that a target sees, outside windows that score all they have.
+        """The smallest context of a target, without the windows that score all their targets.
 
         1 if there is no other window.
         """
-        later = self.first_scored[self.first_scored > 0]
-        return int(later.min()) + 1 if len(later) else 1
+        partial = self.first_scored[self.first_scored > 0]
+        return int(partial.min()) + 1 if len(partial) else 1
 
     def groups(self) -> dict[int, Int64[np.ndarray, "G"]]:
-        """The windows that score all they have, and those that score their ends only.
+        """The indices of the windows of each value of `first_scored`, by that value.
 
-        By the first index in them that is scored, which in a group is one.
+        Windows that score all their targets (0) are a group, and windows that score only their
+        last ones are another.
         """
-        firsts = np.unique(self.first_scored).tolist()
-        return {first: np.flatnonzero(self.first_scored == first) for first in firsts}
+        values = np.unique(self.first_scored).tolist()
+        return {value: np.flatnonzero(self.first_scored == value) for value in values}
 
     def batch(
         self,
@@ -132,19 +133,19 @@ class EvaluationWindows:
     ) -> dict[str, Int32[np.ndarray, "B _"] | Bool[np.ndarray, "B _"]]:
         """{"inputs" [B, L], "targets" [B, L - first], "scored" [B, L - first]}.
 
-        Of the windows `indices`, a group that is scored from `first` on; -1 stands for no window.
-        Target i of a row stands at index first + i. Where there is none, tokens are 0 and `scored`
-        is false.
+        The rows are the windows `indices` of one group, whose `first_scored` is `first`. The index
+        -1 gives an empty row. Column i of `targets` is the target at index first + i of the window.
+        Where a row has no token, inputs and targets are 0 and `scored` is false.
         """
-        real = indices >= 0
-        starts, sizes = self.starts[indices], np.where(real, self.sizes[indices], 0)
-        within = np.arange(self.length)
-        exists = within < sizes[:, None]
-        inputs = np.where(exists, tokens[np.where(exists, starts[:, None] + within, 0)], 0)
+        is_window = indices >= 0
+        starts, sizes = self.starts[indices], np.where(is_window, self.sizes[indices], 0)
+        columns = np.arange(self.length)
+        exists = columns < sizes[:, None]
+        inputs = np.where(exists, tokens[np.where(exists, starts[:, None] + columns, 0)], 0)
         if self.bos is not None:
-            inputs[real, 0] = self.bos
-        scored, within = exists[:, first:], within[first:]
-        targets = np.where(scored, tokens[np.where(scored, starts[:, None] + within + 1, 0)], 0)
+            inputs[is_window, 0] = self.bos
+        scored, columns = exists[:, first:], columns[first:]
+        targets = np.where(scored, tokens[np.where(scored, starts[:, None] + columns + 1, 0)], 0)
         return {
             "inputs": inputs.astype(np.int32),
             "targets": targets.astype(np.int32),
@@ -155,13 +156,16 @@ class EvaluationWindows:
 def evaluation_windows(
     bounds: Integer[np.ndarray, "bounds"], length: int, stride: int, bos: int | None = None
 ) -> EvaluationWindows:
-    """Windows every `stride` tokens of each text; each scores what the one before did not reach.
+    """Windows every `stride` tokens of each text. A window scores only targets not yet scored.
 
-    Text d is tokens[bounds[d] : bounds[d + 1]]; together its windows score each of its tokens but
-    the first exactly once, in order. Its first window scores all of its targets, later ones their
-    last `stride`, seeing at least length - stride + 1 tokens each. stride == length: windows that
-    do not overlap. Raises ValueError for a stride that would skip targets, DataError where there
-    is no target.
+    Text d is tokens[bounds[d] : bounds[d + 1]]. Together its windows score each of its tokens
+    except the first exactly once, in order. The first window of a text scores all of its targets.
+    Later windows score their last `stride` targets, each with a context of at least
+    length - stride + 1 tokens. With stride == length, windows do not overlap.
+
+    Raises:
+        ValueError: for a stride that would skip targets.
+        DataError: if there is no target.
     """
     if length < 1:
         raise ValueError(f"length={length}: a window has at least 1 token")
@@ -190,22 +194,21 @@ def evaluation_windows(
 def fixed_context_windows(
     targets: Integer[np.ndarray, "M"], context: int, bos: int | None = None
 ) -> EvaluationWindows:
-    """A window for each target (its index in the stream), which sees exactly `context` tokens."""
-    every = np.ones(len(targets), np.int64)
-    return EvaluationWindows(
-        context, targets - context, every * context, every * (context - 1), bos
-    )
+    """One window for each target (a stream index), which gives it exactly `context` tokens."""
+    ones = np.ones(len(targets), np.int64)
+    return EvaluationWindows(context, targets - context, ones * context, ones * (context - 1), bos)
 
 
 def sample_targets(
     bounds: Integer[np.ndarray, "bounds"], context: int, count: int, seed: int
 ) -> Int64[np.ndarray, "M"]:
-    """Targets that can be given `context` tokens, in order.
+    """Stream indices of `count` targets that have at least `context` tokens before them, in order.
 
-    They are of the whole windows of that length which follow a text's first, so that in windows
-    that do not overlap, of that length or one that divides it, they stand anywhere alike. One is
-    drawn in each of `count` stretches that share them out evenly; all of them, where there are
-    no more.
+    The targets are in the non-overlapping windows of length `context` that are whole and are not
+    the first of their text. So in non-overlapping windows of that length, or of a length that
+    divides it, their indices in the window are evenly distributed. All such targets are divided
+    into `count` equal stretches, and one target is drawn from each stretch. If there are at most
+    `count` such targets, all of them are returned.
     """
     eligible = num_eligible(bounds, context)
     ends = np.cumsum(eligible)
@@ -218,6 +221,6 @@ def sample_targets(
 
 
 def num_eligible(bounds: Integer[np.ndarray, "bounds"], context: int) -> Int64[np.ndarray, "texts"]:
-    """How many targets of each text `sample_targets` draws from."""
+    """The number of targets of each text that `sample_targets` draws from."""
     windows = (np.diff(bounds) - 1) // context
     return np.maximum(windows - 1, 0) * context

@@ -1,4 +1,4 @@
-"""Word-level tokens of text that is split into words already, as WikiText's is."""
+"""Word-level tokens of text that is already split into words, as WikiText's is."""
 
 import array
 import collections
@@ -13,14 +13,15 @@ from alibi_jax.data.errors import DataError
 from alibi_jax.data.text_files import check_text
 from alibi_jax.data.tokenizer_base import Tokenizer
 
-# The end of a line, <eos>, is kept as what follows a line's last space.
+# The end-of-line token <eos> is stored as the word after a line's last space.
 _EOS = b"\n"
 
 
 class WordTokenizer(Tokenizer):
-    """A token a word, and one (<eos>) a line end, which also separates documents.
+    """One token per word and one (<eos>) per line end. <eos> also separates documents.
 
-    Lines are of the form " word word \\n" or " \\n": each token stands for a space and its word.
+    Lines have the form " word word \\n" or " \\n": each token stands for a space and the word after
+    it.
     """
 
     kind = "words"
@@ -35,41 +36,41 @@ class WordTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, documents: Iterator[bytes]) -> "WordTokenizer":
-        """All words and <eos>, the most frequent first, those alike in that by alphabet.
+        """Takes all words and <eos>, by falling frequency and then in alphabetical order.
 
-        Raises DataError for text that is not UTF-8 or has other white space than it may.
+        Raises DataError for text that is not UTF-8 or that does not have the form above.
         """
-        # Also there where no document has a line.
+        # <eos> is in the vocabulary even if no document has a line.
         counts = collections.Counter({_EOS: 0})
         for document in documents:
             check_text(document, "a document of data.dataset")
             for number, line in enumerate(io.BytesIO(document), 1):
-                counts.update(_split(line, number))
+                counts.update(_split_line(line, number))
         ordered = sorted(counts, key=lambda word: (-counts[word], word))
         return cls([word.decode() for word in ordered])
 
     def encode(self, document: bytes) -> Int32[np.ndarray, "T"]:
-        """The tokens. Raises DataError for a word or white space that they cannot give back."""
+        """The tokens. Raises DataError for an unknown word or a line of another form."""
         ids = array.array("i")
         for number, line in enumerate(io.BytesIO(document), 1):
             try:
-                ids.extend(map(self._ids.__getitem__, _split(line, number)))
+                ids.extend(map(self._ids.__getitem__, _split_line(line, number)))
             except KeyError as missing:
                 word = missing.args[0].decode(errors="replace")
                 raise DataError(
                     f"data.tokenizer='words': {word!r} in line {number} is no word of the training "
-                    "split: write <unk> where that is one, add text with the word to the training "
-                    "split, or use data.tokenizer='bpe'"
+                    "split: write <unk> if the training split has that word, add text with the "
+                    "missing word to the training split, or use data.tokenizer='bpe'"
                 ) from None
         return np.frombuffer(ids, np.int32)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its words in the order of their ids."""
+        """The words in the order of their ids."""
         return {"kind": self.kind, "words": self._words}
 
 
-def _split(line: bytes, number: int) -> list[bytes]:
-    """The words of a line and <eos>. Raises DataError unless they give back the line."""
+def _split_line(line: bytes, number: int) -> list[bytes]:
+    """The words of a line and <eos>. Raises DataError unless they reproduce the line exactly."""
     words = [*line.split(), _EOS]
     if b" " + b" ".join(words) != line:
         raise DataError(
