@@ -26,7 +26,7 @@ from alibi_jax.attention.visibility import Visibility
 from alibi_jax.biases import LinearBias, alibi_slopes
 from alibi_jax.data.token_streams import token_stream
 from alibi_jax.evaluation import load_run
-from alibi_jax.model import layer
+from alibi_jax.model import self_attention
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "A run trained with linear biases.")
 _LENGTHS = flags.DEFINE_list("lengths", ["1024", "4096", "16384", "65536"], "Tokens a row.")
@@ -50,25 +50,27 @@ def trained_heads(run, length: int) -> list[Heads]:
     tokens = token_stream(run.config.data, "validation", run.tokenizer)[:length]
     model = nnx.merge(run.graphdef, run.params)
     found: list[Heads] = []
-    attention = layer.attention
+    attention = self_attention.attention
 
     def record(query, key, value, *, bias, **rest):
         found.append((query, key, bias))
         return attention(query, key, value, bias=bias, **rest)
 
     # Not compiled, so that what the layers hand to their attention are numbers.
-    layer.attention = record
+    self_attention.attention = record
     try:
         model.hidden_states(jnp.asarray(tokens[None], jnp.int32))
     finally:
-        layer.attention = attention
+        self_attention.attention = attention
     return found
 
 
 def kept(heads: list[Heads], tolerance: float) -> float:
     """The share of the causal blocks that is in reach, over heads and layers."""
     block, count, whole = _BLOCK.value, 0, 0
-    of = jax.jit(lambda *arrays: reach(*arrays, Visibility(), block=block, tolerance=tolerance))
+    of = jax.jit(
+        lambda *arrays: reach(*arrays, Visibility(), block_size=block, tolerance=tolerance)
+    )
     for query, key, bias in heads:
         first, stop = of(query, key, bias)
         blocks = -(-query.shape[1] // block)

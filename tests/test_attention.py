@@ -1,5 +1,6 @@
+"""Attention is the oracle in float64, with the slopes, masks, positions and dropout it is given."""
+
 import functools
-import importlib
 import math
 
 import jax
@@ -10,14 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_jax.attention import alibi_attention, attention
+from alibi_jax.attention import alibi_attention, attention, engines
 from alibi_jax.biases import alibi_bias_at, alibi_slopes
 
-# Every example compiles a shape of its own.
+# Each example has a new shape, which has to be compiled.
 quick = settings(max_examples=8, deadline=None)
 jitted = jax.jit(alibi_attention, static_argnames="causal")
-# The package gives the function the name of its module.
-engines = importlib.import_module("alibi_jax.attention.engines")
 
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -25,16 +24,16 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.fixture(params=["dense", "head_by_head", "all_heads"])
 def path(request, monkeypatch):
-    """Attention all at once, and in blocks small enough that ten queries take several."""
+    """All scores at once, and blocks so small that ten queries take several."""
     if request.param != "dense":
         set_blocks(monkeypatch, block=4, head_by_head=request.param == "head_by_head")
 
 
 def set_blocks(patch, block, head_by_head):
-    patch.setattr(engines, "_partitioned", lambda: not head_by_head)
-    patch.setattr(engines, "_DENSE_SCORES", 0)
-    patch.setattr(engines, "_DENSE_QUERIES", 0)
-    patch.setattr(engines, "_BLOCK", {"cpu": block})
+    patch.setattr(engines, "_partitioned_by_compiler", lambda: not head_by_head)
+    patch.setattr(engines, "_DENSE_MAX_SCORES", 0)
+    patch.setattr(engines, "_DENSE_MAX_QUERIES", 0)
+    patch.setattr(engines, "_BLOCK_SIZE", {"cpu": block})
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -49,35 +48,35 @@ def arrays(batch=2, length=5, key_length=None, heads=4, kv_heads=2, size=8, dtyp
 
 
 def row_weights(attend, key_length, heads, row=-1):
-    """What a row's queries give to each key, [N, S]: the gradient of their outputs by values."""
+    """The weight of each key in a row, [N, S]: the gradient of the output by the values."""
     value = jnp.zeros((1, key_length, heads, 1))
     return jax.grad(lambda value: attend(value)[0, row, :, 0].sum())(value)[0, :, :, 0].T
 
 
 def oracle(query, key, value, cotangent=None, *, slopes=None, bias=None, causal=True, ids=None):
-    """Attention in numpy and float64: heads repeated, every score at once, -inf for the unseen.
+    """Attention in numpy and float64: key heads repeated, all scores at once, -inf where invisible.
 
-    `ids` are the segment ids of queries and keys. Returns the output and, for a cotangent of
-    it, the gradients of query, key, value and slopes.
+    `ids` are the segment ids of queries and keys. Returns the output and, if a cotangent is given,
+    the gradients of query, key, value and slopes.
     """
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     (batch, length, heads, size), (key_length, kv_heads) = query.shape, key.shape[1:3]
     groups = heads // kv_heads
     wide_key, wide_value = np.repeat(key, groups, axis=2), np.repeat(value, groups, axis=2)
     scores = np.einsum("btnh,bsnh->bnts", query, wide_key) / math.sqrt(size)
-    own = np.arange(length)[:, None] + key_length - length
-    distance = np.abs(own - np.arange(key_length))
+    query_indices = np.arange(length)[:, None] + key_length - length
+    distance = np.abs(query_indices - np.arange(key_length))
     if slopes is not None:
         scores = scores - np.asarray(slopes, np.float64)[:, None, None] * distance
     if bias is not None:
         scores = scores + np.asarray(bias, np.float64)
     seen = np.ones((batch, 1, length, key_length), bool)
     if causal:
-        seen &= np.arange(key_length) <= own
+        seen &= np.arange(key_length) <= query_indices
     if ids is not None:
-        of_queries, of_keys = (np.asarray(x) for x in ids)
-        same = of_queries[:, :, None] == of_keys[:, None, :]
-        seen &= (same & (of_queries != 0)[:, :, None])[:, None]
+        query_ids, key_ids = (np.asarray(x) for x in ids)
+        same = query_ids[:, :, None] == key_ids[:, None, :]
+        seen &= (same & (query_ids != 0)[:, :, None])[:, None]
     scores = np.where(seen, scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
@@ -112,8 +111,8 @@ def with_gradients(query, key, value, cotangent, slopes, **kwargs):
 
 
 def assert_all_close(actual, expected, **tolerances):
-    for one, other in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, other, **tolerances)
+    for got, wanted in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, **tolerances)
 
 
 def add_table(table):
@@ -121,7 +120,7 @@ def add_table(table):
     return lambda query_positions, key_positions: table[:, query_positions][..., key_positions]
 
 
-# Against the oracle.
+# Compared with the oracle.
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -146,7 +145,7 @@ def test_bias_function_is_added(causal):
     )
 
 
-def test_bias_function_may_give_nothing():
+def test_bias_function_may_return_none():
     query, key, value = arrays()
     np.testing.assert_array_equal(
         attention(query, key, value, bias=lambda *_: None), attention(query, key, value)
@@ -172,7 +171,7 @@ def test_bfloat16_is_the_oracle_to_its_own_precision(path):
     slopes = alibi_slopes(4)
     output = alibi_attention(query, key, value, slopes)
     assert output.dtype == jnp.bfloat16
-    # Inputs are exact in the oracle: what remains is weights and output, 8 bits each.
+    # The oracle has the same inputs, so that only weights and output are rounded, to 8 bits each.
     expected = oracle(query, key, value, slopes=slopes)
     np.testing.assert_allclose(np.asarray(output, np.float64), expected, atol=2e-2, rtol=1e-2)
     assert np.abs(np.asarray(output, np.float64) - expected).mean() < 3e-3
@@ -223,7 +222,7 @@ def test_any_shape_is_the_oracle(batch, kv_heads, groups, length, more, size, ca
     causal=st.booleans(),
     batched=st.booleans(),
 )
-def test_any_cut_into_blocks_is_the_oracle(length, more, block, head_by_head, causal, batched):
+def test_any_block_size_is_the_oracle(length, more, block, head_by_head, causal, batched):
     query, key, value = arrays(2, length, length + more, 2, 1, 4)
     slopes = alibi_slopes(2)
     ids = jnp.asarray(np.random.default_rng(3).integers(0, 3, (2, length + more)), jnp.int32)
@@ -246,7 +245,7 @@ def test_any_cut_into_blocks_is_the_oracle(length, more, block, head_by_head, ca
     np.testing.assert_allclose(output, expected, atol=1e-5)
 
 
-# jax-ml/jax#24491 and #27224: lengths that no block divides, and more keys than queries.
+# jax-ml/jax#24491 and #27224: lengths that no block size divides, and more keys than queries.
 @pytest.mark.parametrize("length", [1, 7, 64, 192, 200, 257, 300, 700])
 def test_d9_every_length_is_the_oracle(length):
     query, key, value = arrays(1, length, length, 4, 2, 4)
@@ -289,10 +288,10 @@ def test_d9_bidirectional_blocks_are_the_oracle():
     )
 
 
-# Slopes are of query heads.
+# Slopes belong to query heads.
 
 
-def test_a4_slopes_are_of_query_heads():
+def test_a4_slopes_belong_to_query_heads():
     query, key, value = arrays(heads=8, kv_heads=2, length=12)
     slopes = alibi_slopes(8)
     repeated = (jnp.repeat(x, 4, axis=2) for x in (key, value))
@@ -312,7 +311,7 @@ def test_a4_slopes_are_of_query_heads():
 )
 @pytest.mark.parametrize("size", [1, 64])
 def test_b1_b4_near_keys_are_favoured_whatever_the_head_size(slope, row, size):
-    # Scores are 0, so what is left is the bias, which no head size may scale.
+    # Scores are 0, so that only the bias is left, which the head size must not scale.
     zeros = jnp.zeros((1, 4, 1, size))
 
     def attend(value):
@@ -333,10 +332,10 @@ def test_b4_scores_are_scaled_before_the_bias_is_added():
 
 
 def test_b5_bias_of_minus_infinity_masks_without_nan():
-    """ofirpress/attention_with_linear_biases#7: added, never multiplied."""
+    """ofirpress/attention_with_linear_biases#7: a mask is added to scores, never multiplied."""
     query, key, value = arrays(length=6)
     table = jnp.where(jnp.arange(6) == 2, -jnp.inf, normal(3, 4, 6, 6))
-    # A bias may leave a query with no key at all.
+    # A bias may leave a query without any key.
     table = table.at[:, 4].set(-jnp.inf)
 
     for causal in (True, False):
@@ -351,10 +350,12 @@ def test_b5_bias_of_minus_infinity_masks_without_nan():
 
 @pytest.mark.parametrize("num_slopes", [6, 2, 16])
 def test_b10_wrong_number_of_slopes_names_both(num_slopes, monkeypatch):
-    # Without the checker of the tests, as users run it.
+    # Without the type checks of the tests, as for users.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     query, key, value = arrays(heads=8)
-    with pytest.raises(ValueError, match=rf"{num_slopes} slopes for 8 query heads"):
+    with pytest.raises(
+        ValueError, match=rf"slopes has shape \({num_slopes},\): .* the 8 query heads"
+    ):
         alibi_attention(query, key, value, alibi_slopes(num_slopes))
 
 
@@ -382,7 +383,7 @@ def test_b11_long_attention_is_the_oracle():
 
 
 def test_c1_bfloat16_queries_have_exact_distances():
-    """NVIDIA/TensorRT-Model-Connect#667: bfloat16 has 769 of the positions below 4096."""
+    """NVIDIA/TensorRT-Model-Connect#667: bfloat16 can hold 769 of the positions below 4096."""
     slopes = alibi_slopes(8)
     zeros = jnp.zeros((1, 4096, 8, 1), jnp.bfloat16)
 
@@ -400,7 +401,7 @@ def test_c1_bfloat16_queries_have_exact_distances():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_c3_no_bias_lifts_a_masked_key(dtype, path):
-    """huggingface/transformers#18185: masked keys came back."""
+    """huggingface/transformers#18185: masked keys became visible again."""
     query, key, value = arrays(1, 10, 10, 2, 2, 4, dtype)
 
     def reward_future(query_positions, key_positions):
@@ -419,7 +420,7 @@ def test_c3_no_bias_lifts_a_masked_key(dtype, path):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_c3_far_keys_of_another_segment_get_exactly_nothing(dtype):
+def test_c3_far_keys_of_another_segment_have_weights_of_zero(dtype):
     slopes = alibi_slopes(8)
     query = normal(0, 1, 1, 8, 1, dtype=dtype)
     key = normal(1, 1, 65536, 8, 1, dtype=dtype)
@@ -445,10 +446,10 @@ def test_c4_rows_of_padding_are_zero_with_finite_gradients(causal, path):
     """pytorch/pytorch#41508: one masked row poisoned every gradient."""
     query, key, value = arrays(3, 10)
     slopes = alibi_slopes(4)
-    # A row of padding only, one that starts with it, one without.
+    # A row of padding only, a row that starts with padding, a row without padding.
     ids = jnp.ones((3, 10), jnp.int32).at[1].set(0).at[0, :4].set(0)
     segments = {"query_segment_ids": ids, "key_segment_ids": ids}
-    # Large, as of a sum over many tokens: a division by next to nothing would overflow.
+    # Large, as for a sum over many tokens: a division by a tiny number would overflow.
     cotangent = 1e6 * normal(4, *query.shape)
     outputs = with_gradients(query, key, value, cotangent, slopes, causal=causal, **segments)
     assert all(jnp.isfinite(one).all() for one in outputs)
@@ -471,7 +472,7 @@ def test_c4_rows_of_padding_are_zero_with_finite_gradients(causal, path):
 
 @pytest.mark.parametrize(("num_queries", "row"), [(1, 0), (2, 0), (2, 1), (5, 0), (5, 4)])
 def test_d4_queries_are_the_last_of_the_keys(num_queries, row):
-    """jax.nn.dot_product_attention begins at key 0; so did Dao-AILab/flash-attention#282."""
+    """jax.nn.dot_product_attention puts query 0 at key 0; so did Dao-AILab/flash-attention#282."""
     zeros = jnp.zeros((1, 5, 1, 1))
     weights = row_weights(lambda value: attention(zeros[:, :num_queries], zeros, value), 5, 1, row)
     seen = 5 - num_queries + row + 1
@@ -480,26 +481,28 @@ def test_d4_queries_are_the_last_of_the_keys(num_queries, row):
 
 def test_d4_last_queries_are_the_last_rows_of_all(path):
     query, key, value = arrays(length=20)
-    # A function of its own, so that nothing compiled for other blocks is used.
+    # A new function, so that no program compiled for other block sizes is reused.
     attend = jax.jit(functools.partial(alibi_attention, slopes=alibi_slopes(4)))
     whole = attend(query, key, value)
     np.testing.assert_allclose(attend(query[:, -7:], key, value), whole[:, -7:], atol=1e-6)
 
 
 def test_d7_bias_in_cross_attention_needs_positions():
-    """ofirpress/attention_with_linear_biases#5: no distance there has a meaning of itself."""
+    """ofirpress/attention_with_linear_biases#5: cross-attention has no default distances."""
     query, key, value = arrays(length=3, key_length=5)
     slopes, positions = alibi_slopes(4), jnp.arange(5)
     for known in ({}, {"query_positions": positions[:3]}, {"key_positions": positions}):
-        with pytest.raises(ValueError, match="between 3 queries and 5 other keys needs"):
+        with pytest.raises(
+            ValueError, match=r"between 3 queries and 5 other keys .* give query_positions"
+        ):
             alibi_attention(query, key, value, slopes, causal=False, **known)
-    placed = {"query_positions": positions[2:], "key_positions": positions}
+    positions_given = {"query_positions": positions[2:], "key_positions": positions}
     np.testing.assert_allclose(
-        alibi_attention(query, key, value, slopes, causal=False, **placed),
+        alibi_attention(query, key, value, slopes, causal=False, **positions_given),
         oracle(query, key, value, slopes=slopes, causal=False),
         atol=1e-5,
     )
-    # Without a bias there is nothing to say.
+    # Without a bias no distances are needed.
     np.testing.assert_allclose(
         attention(query, key, value, causal=False),
         oracle(query, key, value, causal=False),
@@ -514,11 +517,11 @@ def test_positions_feed_the_bias_alone():
     output = alibi_attention(
         query, key, value, slopes, query_positions=backwards, key_positions=backwards
     )
-    # Distances are the same both ways, and who sees whom goes by index.
+    # Distances are the same in both directions, and visibility depends on indices only.
     np.testing.assert_allclose(output, alibi_attention(query, key, value, slopes), atol=1e-6)
 
 
-def test_rows_of_a_batch_have_positions_of_their_own():
+def test_each_batch_row_has_its_own_positions():
     query, key, value = arrays(length=6)
     slopes = alibi_slopes(4)
     positions = jnp.array([[0, 1, 2, 3, 4, 5], [0, 2, 3, 7, 11, 20]])
@@ -546,16 +549,16 @@ def test_alibi_attention_is_attention_with_the_bias():
     )
 
 
-def test_what_does_not_fit_is_refused():
+def test_sizes_that_do_not_fit_are_refused():
     query, key, value = arrays(heads=4, kv_heads=3)
-    with pytest.raises(ValueError, match="3 key heads do not divide 4 query heads"):
+    with pytest.raises(ValueError, match="key has 3 heads and query has 4: give a number"):
         attention(query, key, value)
     query, key, value = arrays(length=5, key_length=3)
-    with pytest.raises(ValueError, match="causal attention of 5 queries needs as many keys: 3"):
+    with pytest.raises(ValueError, match="causal attention of 5 queries over 3 keys: give"):
         attention(query, key, value)
     assert attention(query, key, value, causal=False).shape == query.shape
     query, key, value = arrays(length=5)
-    with pytest.raises(ValueError, match="segment ids of both"):
+    with pytest.raises(ValueError, match="query_segment_ids is None: give both"):
         attention(query, key, value, key_segment_ids=jnp.ones((2, 5), jnp.int32))
 
 
@@ -563,7 +566,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_dropout_keeps_the_mean(path):
-    # Many equal rows of a batch are many draws.
+    # Many equal batch rows are many draws.
     draws = 2000
     query, key, value = (
         jnp.broadcast_to(x, (draws, *x.shape[1:])) for x in arrays(1, 10, 10, 2, 1, 2)
@@ -573,7 +576,7 @@ def test_dropout_keeps_the_mean(path):
     dropped = np.asarray(drop(query, key, value, dropout_key=jax.random.key(0)), np.float64)
     spread = dropped.std(0)
     assert (spread > 0).all()
-    # In units of its own standard deviation: 40 draws of about a normal distribution.
+    # In units of the standard error: 40 draws of about a normal distribution.
     error = (dropped.mean(0) - np.asarray(plain[0])) / (spread / math.sqrt(draws))
     assert np.abs(error).max() < 4
 
@@ -595,7 +598,7 @@ def test_dropout_is_a_function_of_its_key(path):
 
 
 def test_dropout_draws_anew_for_every_head_and_query(path):
-    # All rows would be equal but for what is dropped.
+    # Without dropout all rows would be equal.
     zeros = jnp.zeros((2, 40, 2, 16))
     value = jnp.broadcast_to(normal(0, 1, 40, 1, 16), (2, 40, 2, 16))
     output = attention(
@@ -606,13 +609,13 @@ def test_dropout_draws_anew_for_every_head_and_query(path):
 
 
 def test_dropout_drops_the_same_in_the_backward_pass(path):
-    """Blocks are computed anew for gradients: they must draw what they drew."""
+    """Gradients recompute the blocks, which must drop the same weights again."""
     query, key, value = arrays(1, 10, 10, 1, 1, 2)
 
     def attend(value):
         return attention(query, key, value, dropout_rate=0.5, dropout_key=jax.random.key(3))
 
-    # Linear in the values, so its derivative along them is itself.
+    # The output is linear in the values, so that its derivative along the values is the output.
     cotangent = normal(5, *query.shape)
     total, gradient = jax.jit(jax.value_and_grad(lambda value: (attend(value) * cotangent).sum()))(
         value

@@ -1,7 +1,6 @@
-"""Every engine is the oracle, forward and backward, and each is taken where it should be."""
+"""Each engine is the oracle, forward and backward, and each is chosen where it should be."""
 
 import functools
-import importlib
 import math
 
 import jax
@@ -13,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from alibi_jax.attention import alibi_attention, attention
+from alibi_jax.attention import alibi_attention, attention, engines
+from alibi_jax.attention.tpu import attention as tpu_attention
 from alibi_jax.biases import (
     FireWeights,
     LinearBias,
@@ -25,20 +25,17 @@ from alibi_jax.biases import (
     t5_bias_at,
 )
 
-# The package gives the function the name of its module.
-engines = importlib.import_module("alibi_jax.attention.engines")
-
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-WAYS = ["dense", "head_by_head", "all_heads", "folded"]
+PATHS = ["dense", "head_by_head", "all_heads", "folded"]
 
 
-def take(patch, way, block):
-    """The implementation to ask for, its blocks of that size."""
-    patch.setattr(engines, "_BLOCK", {"cpu": block})
-    if way in ("dense", "folded"):
-        return way
-    patch.setattr(engines, "_partitioned", lambda: way == "all_heads")
+def use_path(patch, path, block):
+    """Sets up an engine, or one of blockwise's two loops, and returns the `implementation`."""
+    patch.setattr(engines, "_BLOCK_SIZE", {"cpu": block})
+    if path in ("dense", "folded"):
+        return path
+    patch.setattr(engines, "_partitioned_by_compiler", lambda: path == "all_heads")
     return "blockwise"
 
 
@@ -60,9 +57,9 @@ def arrays(length, key_length, heads, kv_heads, size, batch=1, dtype=jnp.float32
 def oracle(
     query, key, value, cotangent, slopes, *, causal=True, window=None, offset=None, ids=None, kept=1
 ):
-    """Attention in numpy and float64, every score at once: output and all gradients.
+    """Attention in numpy and float64, all scores at once: the output and all gradients.
 
-    `ids` are the segment ids of queries and of keys; weights are multiplied by `kept`.
+    `ids` are the segment ids of queries and of keys. Weights are multiplied by `kept`.
     """
     query, key, value, cotangent, slopes = (
         np.asarray(x, np.float64) for x in (query, key, value, cotangent, slopes)
@@ -70,16 +67,17 @@ def oracle(
     (batch, length, heads, size), (key_length, kv_heads) = query.shape, key.shape[1:3]
     groups = heads // kv_heads
     wide_key, wide_value = np.repeat(key, groups, axis=2), np.repeat(value, groups, axis=2)
-    own = np.arange(length)[:, None] + (key_length - length if offset is None else offset)
-    relative = np.arange(key_length) - own
+    query_indices = np.arange(length)[:, None] + (key_length - length if offset is None else offset)
+    relative = np.arange(key_length) - query_indices
     scores = np.einsum("btnh,bsnh->bnts", query, wide_key) / math.sqrt(size)
     scores -= slopes[:, None, None] * np.abs(relative)
     seen = np.broadcast_to((relative <= 0) | (not causal), (batch, 1, length, key_length))
     if window is not None:
         seen = seen & (np.abs(relative) < window)
     if ids is not None:
-        one, other = (np.asarray(x)[:, None] for x in ids)
-        seen = seen & (one[..., :, None] == other[..., None, :]) & (one != 0)[..., None]
+        query_ids, key_ids = (np.asarray(x)[:, None] for x in ids)
+        same = query_ids[..., :, None] == key_ids[..., None, :]
+        seen = seen & same & (query_ids != 0)[..., None]
     scores = np.where(seen, scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
@@ -88,14 +86,14 @@ def oracle(
     d_weights = np.einsum("btnv,bsnv->bnts", cotangent, wide_value) * kept
     d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True))
 
-    def of_groups(x):
+    def sum_groups(x):
         return x.reshape(batch, key_length, kv_heads, groups, -1).sum(3)
 
     return (
         np.einsum("bnts,bsnv->btnv", weights * kept, wide_value),
         np.einsum("bnts,bsnh->btnh", d_scores, wide_key) / math.sqrt(size),
-        of_groups(np.einsum("bnts,btnh->bsnh", d_scores, query) / math.sqrt(size)),
-        of_groups(np.einsum("bnts,btnv->bsnv", weights * kept, cotangent)),
+        sum_groups(np.einsum("bnts,btnh->bsnh", d_scores, query) / math.sqrt(size)),
+        sum_groups(np.einsum("bnts,btnv->bsnv", weights * kept, cotangent)),
         -(d_scores * np.abs(relative)).sum((0, 2, 3)),
     )
 
@@ -115,19 +113,19 @@ def with_gradients(query, key, value, cotangent, slopes, offset=None, traced=Non
 
 
 def assert_all_close(actual, expected, tolerance):
-    """Absolute for outputs; for gradients, which grow with the length, of the largest."""
-    for one, other in zip(actual, expected, strict=True):
-        one, other = (np.asarray(x, np.float64) for x in (one, other))
+    """The tolerance is absolute, or relative to the largest number if that is above 1."""
+    for got, wanted in zip(actual, expected, strict=True):
+        got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
         np.testing.assert_allclose(
-            one, other, rtol=0, atol=tolerance * max(1.0, np.abs(other).max())
+            got, wanted, rtol=0, atol=tolerance * max(1.0, np.abs(wanted).max())
         )
 
 
-# Against the oracle.
+# Compared with the oracle.
 
 
 def segments(key_length):
-    """Documents of 50, 60 and more tokens, and padding at the end."""
+    """Three documents of 55 tokens, and padding at the end."""
     ids = np.arange(key_length) // 55 + 1
     return jnp.asarray(np.where(ids < 4, ids, 0), jnp.int32)[None]
 
@@ -145,27 +143,27 @@ def segments(key_length):
         pytest.param(1024, 0, 2, 1, 32, 128, {}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("path", PATHS)
 def test_d9_every_engine_is_the_oracle(
-    way, length, more, heads, kv_heads, size, block, kwargs, monkeypatch
+    path, length, more, heads, kv_heads, size, block, kwargs, monkeypatch
 ):
-    """jax-ml/jax#24491 and #27224: queries that are not the keys, lengths no block divides."""
-    if way == "folded" and (more or "causal" in kwargs):
-        pytest.skip("folding is for causal attention of a sequence over itself")
-    if way == "folded" and size > 122:
+    """jax-ml/jax#24491 and #27224: more keys than queries, lengths that no block size divides."""
+    if path == "folded" and (more or "causal" in kwargs):
+        pytest.skip("folding is for causal self-attention")
+    if path == "folded" and size > 122:
         pytest.skip("folding has columns for head sizes up to 122")
     given_arrays = arrays(length, length + more, heads, kv_heads, size)
-    kwargs["implementation"] = take(monkeypatch, way, block)
+    kwargs["implementation"] = use_path(monkeypatch, path, block)
     outputs = with_gradients(*given_arrays, **kwargs)
     del kwargs["implementation"]
-    # Folded scores round to float32 at a size of slope times length.
-    tolerance = 1e-4 if way == "folded" and length > 512 else 1e-5
+    # Folded scores are rounded to float32 at the size of slope times length.
+    tolerance = 1e-4 if path == "folded" and length > 512 else 1e-5
     assert_all_close(outputs, oracle(*given_arrays, **kwargs), tolerance)
 
 
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("way", ["dense", "head_by_head", "all_heads"])
-def test_d4_traced_offsets_and_segments_are_the_oracle(way, window, monkeypatch):
+@pytest.mark.parametrize("path", ["dense", "head_by_head", "all_heads"])
+def test_d4_traced_offsets_and_segments_are_the_oracle(path, window, monkeypatch):
     given_arrays = arrays(100, 200, 4, 2, 8)
     ids = segments(200)
     outputs = with_gradients(
@@ -174,16 +172,16 @@ def test_d4_traced_offsets_and_segments_are_the_oracle(way, window, monkeypatch)
         window=window,
         query_segment_ids=ids[:, 83:183],
         key_segment_ids=ids,
-        implementation=take(monkeypatch, way, 32),
+        implementation=use_path(monkeypatch, path, 32),
     )
     expected = oracle(*given_arrays, window=window, offset=83, ids=(ids[:, 83:183], ids))
     assert_all_close(outputs, expected, 1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_bfloat16_is_the_oracle(way, monkeypatch):
+@pytest.mark.parametrize("path", PATHS)
+def test_bfloat16_is_the_oracle(path, monkeypatch):
     given_arrays = arrays(200, 200, 12, 4, 64, dtype=jnp.bfloat16)
-    outputs = with_gradients(*given_arrays, implementation=take(monkeypatch, way, 64))
+    outputs = with_gradients(*given_arrays, implementation=use_path(monkeypatch, path, 64))
     assert [x.dtype for x in outputs] == [jnp.bfloat16] * 4 + [jnp.float32]
     output, *gradients = oracle(*given_arrays)
     # Weights and outputs have 8 bits each.
@@ -193,7 +191,7 @@ def test_bfloat16_is_the_oracle(way, monkeypatch):
 
 @settings(max_examples=5, deadline=None)
 @given(
-    way=st.sampled_from(["head_by_head", "all_heads"]),
+    path=st.sampled_from(["head_by_head", "all_heads"]),
     length=st.integers(1, 50),
     more=st.integers(0, 30),
     kv_heads=st.integers(1, 3),
@@ -205,7 +203,7 @@ def test_bfloat16_is_the_oracle(way, monkeypatch):
     data=st.data(),
 )
 def test_any_shape_and_its_gradients_are_the_oracle(
-    way, length, more, kv_heads, groups, size, block, causal, window, data
+    path, length, more, kv_heads, groups, size, block, causal, window, data
 ):
     given_arrays = arrays(length, length + more, kv_heads * groups, kv_heads, size, batch=2)
     offset = data.draw(st.integers(0, more))
@@ -215,14 +213,14 @@ def test_any_shape_and_its_gradients_are_the_oracle(
             offset=offset,
             causal=causal,
             window=window,
-            implementation=take(patch, way, block),
+            implementation=use_path(patch, path, block),
         )
     expected = oracle(*given_arrays, offset=offset, causal=causal, window=window)
     assert_all_close(outputs, expected, 1e-5)
 
 
 def test_dropout_in_blocks_is_the_oracle_with_the_same_weights_dropped(monkeypatch):
-    implementation = take(monkeypatch, "head_by_head", 16)
+    implementation = use_path(monkeypatch, "head_by_head", 16)
     length, rate = 40, 0.25
     query, key, value, cotangent, slopes = arrays(length, length, 2, 2, 40)
 
@@ -239,9 +237,9 @@ def test_dropout_in_blocks_is_the_oracle_with_the_same_weights_dropped(monkeypat
         output, pull = jax.vjp(attend, query, key, value)
         return output, *pull(cotangent)
 
-    # Values that tell which keys there are: what comes out are the weights themselves.
-    each = jnp.broadcast_to(jnp.eye(length)[:, None], value.shape)
-    kept = np.asarray(run(query, key, each)[0]).transpose(0, 2, 1, 3) != 0
+    # The values are the rows of a unit matrix, so that the output is the weights.
+    unit_values = jnp.broadcast_to(jnp.eye(length)[:, None], value.shape)
+    kept = np.asarray(run(query, key, unit_values)[0]).transpose(0, 2, 1, 3) != 0
     assert 0.7 < kept.mean() < 0.8
     expected = oracle(query, key, value, cotangent, slopes, causal=False, kept=kept / (1.0 - rate))
     assert_all_close(run(query, key, value), expected[:4], 1e-5)
@@ -265,7 +263,7 @@ def fire(parameters, features):
 
 
 def fox(parameters, features):
-    """The forget gate, and a factor as a parameter besides."""
+    """The forget gate, times a factor that is a parameter."""
     decay = forget_decay(features)
 
     def bias(query_positions, key_positions, queries, keys):
@@ -290,7 +288,7 @@ PARAMETERS = {
 
 
 def gradients_of(method, implementation, transform=lambda layer: layer):
-    """Of a sum over the outputs, by queries, keys, values, parameters and gates."""
+    """Gradients of a weighted sum of the outputs by query, key, value, parameters and gates."""
     query, key, value, cotangent, _ = arrays(LENGTH, LENGTH, HEADS, 2, 8)
     gates = jax.nn.log_sigmoid(normal(9, 1, LENGTH, HEADS))
 
@@ -307,7 +305,7 @@ def gradients_of(method, implementation, transform=lambda layer: layer):
 
 
 def mapped(layer):
-    """Each row of a batch of two with parameters of its own."""
+    """Maps the layer over two batch rows, each with its own parameters."""
 
     def run(query, key, value, parameters, gates):
         inputs = [jnp.stack([x, 0.5 * x]) for x in (query, key, value)]
@@ -318,7 +316,7 @@ def mapped(layer):
 
 
 def scanned(layer):
-    """Two layers one after the other, each with parameters of its own."""
+    """Scans two layers, each with its own parameters."""
 
     def run(query, key, value, parameters, gates):
         both = jax.tree.map(lambda x: jnp.stack([x, 1.5 * x]), parameters)
@@ -334,8 +332,8 @@ def scanned(layer):
 @pytest.mark.parametrize("method", PARAMETERS, ids=lambda method: method.__name__)
 def test_parameters_of_a_bias_have_the_gradients_of_dense_attention(method, monkeypatch):
     expected = gradients_of(method, "dense")
-    # In blocks that do not divide the length.
-    blockwise = gradients_of(method, take(monkeypatch, "head_by_head", 16))
+    # The block size does not divide the length.
+    blockwise = gradients_of(method, use_path(monkeypatch, "head_by_head", 16))
     assert_all_close(*map(jax.tree.leaves, (blockwise, expected)), 1e-5)
 
 
@@ -344,7 +342,7 @@ def test_parameters_of_a_bias_have_the_gradients_of_dense_attention(method, monk
 @pytest.mark.parametrize("method", [t5, fox], ids=lambda method: method.__name__)
 def test_transformed_biases_have_the_gradients_of_dense_attention(method, transform, monkeypatch):
     expected = gradients_of(method, "dense", transform)
-    blockwise = gradients_of(method, take(monkeypatch, "head_by_head", 16), transform)
+    blockwise = gradients_of(method, use_path(monkeypatch, "head_by_head", 16), transform)
     assert_all_close(*map(jax.tree.leaves, (blockwise, expected)), 1e-5)
 
 
@@ -373,8 +371,8 @@ def test_second_derivatives_are_for_dense_attention(order):
 
 
 def test_d8_sequence_sharded_over_devices_is_the_whole(monkeypatch):
-    """NVIDIA/TransformerEngine#1046: a shard's queries begin at an index of their own."""
-    monkeypatch.setattr(engines, "_BLOCK", {"cpu": 8})
+    """NVIDIA/TransformerEngine#1046: the first query of a shard is not query 0."""
+    monkeypatch.setattr(engines, "_BLOCK_SIZE", {"cpu": 8})
     query, key, value, cotangent, slopes = arrays(64, 64, HEADS, 2, 8, batch=2)
     ids = jnp.asarray(np.repeat([[1, 2, 3, 0], [1, 1, 1, 2]], [13, 20, 25, 6], axis=1), jnp.int32)
     mesh = jax.make_mesh((4,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:4])
@@ -420,9 +418,9 @@ def test_d8_heads_and_rows_split_by_the_compiler_are_the_whole():
     mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
     split = NamedSharding(mesh, PartitionSpec("data", None, "model"))
     with jax.set_mesh(mesh):
-        assert engines._partitioned()
-        placed = [jax.device_put(x, split) for x in (query, key, value, cotangent)]
-        outputs = with_gradients(*placed, slopes)
+        assert engines._partitioned_by_compiler()
+        on_mesh = [jax.device_put(x, split) for x in (query, key, value, cotangent)]
+        outputs = with_gradients(*on_mesh, slopes)
     assert len(outputs[0].sharding.device_set) == 8
     assert_all_close(outputs, oracle(*given_arrays), 1e-5)
 
@@ -447,7 +445,7 @@ def test_b11_memory_grows_with_the_length_alone(length, mebibytes, backward):
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_devices_that_split_the_heads_take_no_more_memory_together(check_vma):
-    """The loop over heads keeps what went into it for its gradient, and no copy of that."""
+    """The loop over heads keeps its inputs for the gradient, and no copy of them."""
     mesh = jax.make_mesh((2,), ("heads",), (AxisType.Auto,), devices=jax.devices()[:2])
     by_head = PartitionSpec(None, None, "heads")
     split = jax.shard_map(
@@ -462,47 +460,46 @@ def test_devices_that_split_the_heads_take_no_more_memory_together(check_vma):
     )
     total = jax.grad(lambda *x: split(*x, alibi_slopes(8)).sum(), argnums=(0, 1, 2))
     compiled = jax.jit(total).lower(array, array, array).compile()
-    # Queries, keys, values, the result, three gradients, and less than one more.
+    # Queries, keys, values, the result and three gradients are 7 arrays; less than one is extra.
     assert 2 * compiled.memory_analysis().temp_size_in_bytes < 8 * array.size * 4
 
 
-# The choice.
+# The choice of an engine.
 
 
-class Taken(Exception):
-    """Which engine was taken."""
+class Chosen(Exception):
+    """The name of the engine that was chosen."""
 
 
 @pytest.fixture
-def taken(monkeypatch):
-    """`taken("gpu", 300, dtype=..., causal=...)`: the engine for it, had we the platform."""
+def chosen(monkeypatch):
+    """`chosen("gpu", 300, dtype=..., causal=...)` is the engine that the platform would use."""
 
     def stand_in(name):
-        def take(*args, **kwargs):
-            raise Taken(name)
+        def engine(*args, **kwargs):
+            raise Chosen(name)
 
-        return take
+        return engine
 
     for name in ("dense", "blockwise", "folded"):
         monkeypatch.setattr(engines, name, stand_in(name))
-    pallas = importlib.import_module("alibi_jax.attention.tpu.attention")
-    monkeypatch.setattr(pallas, "pallas_tpu", stand_in("pallas_tpu"))
+    monkeypatch.setattr(tpu_attention, "pallas_tpu", stand_in("pallas_tpu"))
 
-    def ask(platform, length=300, key_length=None, dtype=jnp.bfloat16, size=8, **kwargs):
+    def choose(platform, length=300, key_length=None, dtype=jnp.bfloat16, size=8, **kwargs):
         monkeypatch.setattr(engines, "_platform", lambda _: platform)
         *inputs, _, slopes = arrays(length, key_length or length, 2, 1, size, dtype=dtype)
         kwargs = {"bias": LinearBias(slopes)} | kwargs
-        with pytest.raises(Taken) as error:
+        with pytest.raises(Chosen) as error:
             jax.eval_shape(functools.partial(attention, **kwargs), *inputs)
         return str(error.value)
 
-    return ask
+    return choose
 
 
 INDEX = jnp.arange(300, dtype=jnp.int32)
 ONES = jnp.ones((1, 300), jnp.int32)
-# What an engine that has linear biases built in does not know.
-OTHERS = {
+# Arguments that no engine with built-in linear biases serves.
+UNSERVED = {
     "no bias": {"bias": None},
     "a function": {"bias": lambda i, j: jnp.zeros((2, 1, 1))},
     "slopes for the future": {
@@ -517,19 +514,19 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_what_is_small_is_dense(taken, platform):
-    assert taken(platform, 256) == "dense"
-    assert taken(platform, 257) != "dense"
+def test_small_inputs_are_dense(chosen, platform):
+    assert chosen(platform, 256) == "dense"
+    assert chosen(platform, 257) != "dense"
     # As in decoding.
-    assert taken(platform, 16, 10000) == "dense"
-    assert taken(platform, 17, 10000) != "dense"
+    assert chosen(platform, 16, 10000) == "dense"
+    assert chosen(platform, 17, 10000) != "dense"
 
 
-def test_a_cpu_takes_blocks(taken):
-    assert taken("cpu") == taken("cpu", dtype=jnp.float32) == "blockwise"
+def test_a_cpu_uses_blocks(chosen):
+    assert chosen("cpu") == chosen("cpu", dtype=jnp.float32) == "blockwise"
 
 
-def test_a_tpu_takes_its_kernel_where_that_serves(taken):
+def test_a_tpu_uses_its_kernel_where_it_serves(chosen):
     for kwargs in (
         {},
         {"dtype": jnp.float32},
@@ -541,19 +538,19 @@ def test_a_tpu_takes_its_kernel_where_that_serves(taken):
         {"bias": LinearBias(jnp.ones(2), 2 * jnp.ones(2))},
         {"dropout_rate": 0.0, "dropout_key": jax.random.key(0)},
     ):
-        assert taken("tpu", **kwargs) == "pallas_tpu", kwargs
-    for name, kwargs in OTHERS.items():
-        assert taken("tpu", **kwargs) == "blockwise", name
-    # Which the compiler cannot split over devices.
+        assert chosen("tpu", **kwargs) == "pallas_tpu", kwargs
+    for name, kwargs in UNSERVED.items():
+        assert chosen("tpu", **kwargs) == "blockwise", name
+    # The compiler cannot partition the kernel over devices.
     with jax.set_mesh(jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])):
-        assert taken("tpu") == "blockwise"
+        assert chosen("tpu") == "blockwise"
 
 
-def test_a_gpu_folds_16_bits_where_that_serves(taken):
+def test_a_gpu_folds_16_bit_arrays_where_folding_serves(chosen):
     for kwargs in ({}, {"dtype": jnp.float16}, {"window": 9}, {"size": 122}):
-        assert taken("gpu", **kwargs) == "folded", kwargs
+        assert chosen("gpu", **kwargs) == "folded", kwargs
     for kwargs in (
-        *OTHERS.values(),
+        *UNSERVED.values(),
         {"dtype": jnp.float32},
         {"causal": False},
         {"size": 123},
@@ -562,81 +559,93 @@ def test_a_gpu_folds_16_bits_where_that_serves(taken):
         # Not exact enough in 16 bits.
         {"bias": LinearBias(jnp.array([1.0, 200.0]))},
     ):
-        assert taken("gpu", **kwargs) == "blockwise", kwargs
+        assert chosen("gpu", **kwargs) == "blockwise", kwargs
 
 
 @pytest.mark.parametrize("engine", ["pallas_tpu", "folded"])
 def test_an_engine_that_cannot_serve_is_refused_by_name(engine):
     query, key, value, _, slopes = arrays(300, 300, 2, 1, 8)
-    for kwargs, why in zip(
-        OTHERS.values(),
+    for kwargs, message in zip(
+        UNSERVED.values(),
         ["linear biases only"] * 2
         + ["no slopes for future keys"]
-        + ["indices for positions"] * 2
+        + ["indices as positions"] * 2
         + ["no mask, no dropout"] * 2,
         strict=True,
     ):
         kwargs = {"bias": LinearBias(slopes)} | kwargs
-        with pytest.raises(ValueError, match=f"implementation='{engine}' .*{why}.*'blockwise'"):
+        with pytest.raises(ValueError, match=f"implementation='{engine}' .*{message}.*'blockwise'"):
             attention(query, key, value, implementation=engine, **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "why"),
+    ("kwargs", "message"),
     [
-        ({"causal": False}, "causal attention of one segment"),
-        ({"query_segment_ids": ONES, "key_segment_ids": ONES}, "causal attention of one segment"),
+        ({"causal": False}, "causal self-attention of one segment"),
+        (
+            {"query_segment_ids": ONES, "key_segment_ids": ONES},
+            "causal self-attention of one segment",
+        ),
         ({"bias": LinearBias(jnp.array([1.0, 200.0]))}, "slopes up to 200 .* blockwise"),
     ],
 )
-def test_folding_what_it_cannot_is_refused(kwargs, why):
+def test_folding_refuses_what_it_cannot_serve(kwargs, message):
     query, key, value, _, slopes = arrays(300, 300, 2, 1, 8)
     kwargs = {"bias": LinearBias(slopes)} | kwargs
-    with pytest.raises(ValueError, match=f"'folded'.*{why}"):
+    with pytest.raises(ValueError, match=f"'folded'.*{message}"):
         attention(query, key, value, implementation="folded", **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "why"),
+    ("kwargs", "message"),
     [
-        ({"implementation": "flash"}, "'flash': no such engine; there are dense, blockwise"),
+        (
+            {"implementation": "flash"},
+            "implementation='flash' is unknown: give 'dense', 'blockwise'",
+        ),
         ({"window": 0}, "window=0 must be at least 1"),
         ({"tolerance": 1.0}, r"tolerance=1\.0 must be at least 0 and below 1"),
         ({"tolerance": -1.0}, r"tolerance=-1\.0 must be at least 0"),
         ({"tolerance": math.nan}, "tolerance=nan must be"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(kwargs, why):
+def test_invalid_options_are_refused(kwargs, message):
     query, key, value, _, slopes = arrays(5, 5, 2, 1, 8)
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=message):
         alibi_attention(query, key, value, slopes, **kwargs)
 
 
-# What does not belong together.
+# Arrays that do not fit together.
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        ({"value": (1, 300, 2, 8)}, "do not belong together"),
-        ({"value": (1, 384, 1, 8)}, "do not belong together"),
-        ({"key": (2, 384, 2, 8)}, "do not belong together"),
-        ({"key": (1, 384, 2, 16)}, "do not belong together"),
-        ({"query_positions": (300,)}, r"query_positions \(300,\) are not of 1 rows of 384"),
-        ({"key_positions": (2, 384)}, r"key_positions \(2, 384\)"),
+        ({"value": (1, 300, 2, 8)}, "do not fit together"),
+        ({"value": (1, 384, 1, 8)}, "do not fit together"),
+        ({"key": (2, 384, 2, 8)}, "do not fit together"),
+        ({"key": (1, 384, 2, 16)}, "do not fit together"),
+        (
+            {"query_positions": (300,)},
+            r"query_positions has shape \(300,\): give \(384,\), \(1, 384\) or",
+        ),
+        ({"key_positions": (2, 384)}, r"key_positions has shape \(2, 384\)"),
         ({"query_segment_ids": (1, 384), "key_segment_ids": (1, 300)}, "key_segment_ids"),
-        ({"mask": (1, 1, 384, 300)}, r"mask \(1, 1, 384, 300\) must be"),
-        ({"window": 2.5}, r"window=2.5 must be a whole number"),
-        ({"offset": 3.0}, r"offset=3.0 must be a whole number"),
-        ({"future_slopes": (3,)}, "3 future slopes for 4 query heads"),
-        ({"slopes": 0.5}, "slopes 0.5 must be one a query head: 4"),
-        ({"query": (384, 4, 8)}, "do not belong together"),
-        ({"key": (1, 384, 0, 8), "value": (1, 384, 0, 8)}, "0 key heads do not divide 4"),
-        ({"query": np.ones((1, 384, 4, 8), int)}, "int64, float32, float32: give floats"),
+        ({"mask": (1, 1, 384, 300)}, r"mask has shape \(1, 1, 384, 300\): give \(1, 4, 384, 384\)"),
+        ({"window": 2.5}, r"window=2.5 must be an integer"),
+        ({"offset": 3.0}, r"offset=3.0 must be an integer"),
+        ({"future_slopes": (3,)}, r"future_slopes has shape \(3,\): .* the 4 query heads"),
+        ({"slopes": 0.5}, r"slopes has shape \(\): give one slope for each of the 4"),
+        ({"query": (384, 4, 8)}, "do not fit together"),
+        ({"key": (1, 384, 0, 8), "value": (1, 384, 0, 8)}, "key has 0 heads and query has 4"),
+        (
+            {"query": np.ones((1, 384, 4, 8), int)},
+            "int64, float32, float32: give floating-point arrays",
+        ),
     ],
 )
-def test_shapes_that_do_not_belong_together_are_refused(options, said, monkeypatch):
-    # Without the checker of the tests, as users run it.
+def test_shapes_that_do_not_fit_together_are_refused(options, message, monkeypatch):
+    # Without the type checks of the tests, as for users.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     kinds = {"mask": bool, "query_positions": int, "key_positions": int}
     kinds |= {"query_segment_ids": int, "key_segment_ids": int}
@@ -645,13 +654,13 @@ def test_shapes_that_do_not_belong_together_are_refused(options, said, monkeypat
         name: jnp.ones(x, kinds.get(name, float)) if isinstance(x, tuple) else x
         for name, x in made.items()
     }
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         alibi_attention(**{"slopes": alibi_slopes(4)} | made)
 
 
 @pytest.mark.parametrize("length", [20, 300])
-def test_arrays_of_numpy_are_taken(length, monkeypatch):
-    # Without the checker of the tests, as users run it.
+def test_numpy_arrays_are_accepted(length, monkeypatch):
+    # Without the type checks of the tests, as for users.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     *inputs, _, slopes = arrays(length, length, 2, 1, 8)
     out = alibi_attention(*(np.asarray(x) for x in inputs), np.asarray(slopes))
@@ -659,21 +668,21 @@ def test_arrays_of_numpy_are_taken(length, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["dense", "blockwise", "pallas_tpu"])
-def test_segment_ids_of_one_row_are_those_of_all(engine, monkeypatch):
-    # Without the checker of the tests, as users run it.
+def test_segment_ids_of_one_row_serve_all_rows(engine, monkeypatch):
+    # Without the type checks of the tests, as for users.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     *inputs, _, slopes = arrays(20, 20, 2, 1, 8, batch=2)
     ids = 1 + jnp.arange(20) // 7
     attend = functools.partial(alibi_attention, *inputs, slopes, implementation=engine)
     shapes = (20,), (1, 20), (2, 20)
-    each = (jnp.broadcast_to(ids, shape) for shape in shapes)
-    outs = [attend(query_segment_ids=x, key_segment_ids=x) for x in each]
+    broadcast = (jnp.broadcast_to(ids, shape) for shape in shapes)
+    outs = [attend(query_segment_ids=x, key_segment_ids=x) for x in broadcast]
     for out in outs[:-1]:
         np.testing.assert_array_equal(out, outs[-1])
 
 
 @pytest.mark.parametrize("rate", [-0.5, 1.0, math.nan])
-def test_dropout_of_no_share_is_refused(rate):
+def test_dropout_rates_out_of_range_are_refused(rate):
     *inputs, _, _ = arrays(5, 5, 2, 1, 8)
     with pytest.raises(ValueError, match=f"dropout_rate={rate} must be at least 0 and below 1"):
         attention(*inputs, dropout_rate=rate, dropout_key=jax.random.key(0))
@@ -681,7 +690,7 @@ def test_dropout_of_no_share_is_refused(rate):
 
 @pytest.mark.parametrize("length", [129, 257, 385])
 def test_d9_a_last_query_block_of_one_query(length):
-    """Its own key is the first, and only, one of its key block."""
+    """The query's own key is the only key of its block."""
     arrays = [normal(seed, 1, length, 2, 8) for seed in range(3)]
     for window in (None, 129):
         expected, *outs = (
@@ -694,7 +703,7 @@ def test_d9_a_last_query_block_of_one_query(length):
             np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_numbers_of_64_bits_are_taken():
+def test_64_bit_arrays_are_accepted():
     """float64 arrays and integers of 64 bits, as with jax_enable_x64."""
     with jax.enable_x64(True):
         query, key, value = (jnp.asarray(normal(seed, 1, 300, 2, 8)) for seed in range(3))

@@ -1,3 +1,5 @@
+"""Attention statistics are the oracle in float64, in chunks and over devices."""
+
 import functools
 import math
 
@@ -22,12 +24,12 @@ from alibi_jax.biases import (
 )
 
 BATCH, HEADS, KV_HEADS, SIZE = 2, 4, 2, 4
-# Of means over some dozens of queries, of float32 numbers of size 1 to 10.
+# Tolerance for means over dozens of queries of float32 numbers between 1 and 10.
 EXACT = dict(rtol=1e-5, atol=1e-5)
 
 
 def oracle(query, key, bias=None):
-    """(entropy, distance, scores) in float64, by one query and one key after the other.
+    """(entropy, distance, scores) in float64, one query and one key at a time.
 
     `bias` is `[B, N, T, T]`.
     """
@@ -71,10 +73,10 @@ def assert_is(measured, expected, **tolerances):
 
 
 def in_chunks_of(chunk, monkeypatch, *, length, batch=BATCH, heads=HEADS):
-    monkeypatch.setattr(statistics, "SCORES", chunk * batch * heads * length)
+    monkeypatch.setattr(statistics, "MAX_SCORES", chunk * batch * heads * length)
 
 
-# Against the oracle.
+# Compared with the oracle.
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -90,7 +92,7 @@ def test_key_heads_serve_neighbouring_query_heads():
 
 
 def biases(length):
-    """A bias of each kind that there is, and its features."""
+    """One bias of each kind, and its features."""
     decay = forget_decay(jax.nn.log_sigmoid(normal(BATCH, length, HEADS)))
     fire = FireWeights(0.1, 4.0, *(normal(*shape) for shape in [(8,), (8,), (8, HEADS), (HEADS,)]))
     return {
@@ -107,9 +109,11 @@ def test_biases_in_chunks_are_the_oracle(name, chunk, monkeypatch):
     length = 9
     query, key = queries_and_keys(length)
     bias, features = biases(length)[name]
-    at = jnp.arange(length)
-    whole = bias(at, at) if features is None else bias(at, at, features, features)
-    whole = np.broadcast_to(whole, (BATCH, HEADS, length, length))
+    positions = jnp.arange(length)
+    inputs = (
+        (positions, positions) if features is None else (positions, positions, features, features)
+    )
+    whole = np.broadcast_to(bias(*inputs), (BATCH, HEADS, length, length))
     in_chunks_of(chunk, monkeypatch, length=length)
     measured = attention_statistics(
         query, key, bias=bias, query_features=features, key_features=features
@@ -128,7 +132,7 @@ def test_biases_in_chunks_are_the_oracle(name, chunk, monkeypatch):
 def test_any_shape_in_any_chunks_is_the_oracle(length, allowed, batch, kv_heads, groups):
     query, key = queries_and_keys(length, batch=batch, heads=kv_heads * groups, kv_heads=kv_heads)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "SCORES", allowed)
+        patch.setattr(statistics, "MAX_SCORES", allowed)
         measured = attention_statistics(query, key, bias=None)
     assert_is(measured, oracle(query, key))
 
@@ -158,7 +162,7 @@ def test_scores_of_a_linear_bias_alone_are_the_bias():
     measured = attention_statistics(0 * query, key, bias=LinearBias(slopes))
     expected = np.broadcast_to(-slopes[:, None] * np.arange(20), (BATCH, HEADS, 20))
     np.testing.assert_allclose(measured.scores, expected, rtol=1e-6)
-    # A geometric distribution, far from the start.
+    # Far from the start, the distances have a geometric distribution.
     far = attention_statistics(
         jnp.zeros((1, 2000, 1, 2)), jnp.zeros((1, 2000, 1, 2)), bias=LinearBias([0.5])
     )
@@ -167,7 +171,7 @@ def test_scores_of_a_linear_bias_alone_are_the_bias():
 
 
 def test_sharp_attention_has_no_entropy_and_no_nan():
-    """Weights that underflow: 0 · log 0 is 0."""
+    """Where weights underflow, 0 · log 0 is 0."""
     query, key = queries_and_keys(9)
     measured = attention_statistics(query, key, bias=LinearBias([1e6] * HEADS))
     assert not np.any(measured.entropy)
@@ -178,7 +182,7 @@ def test_sharp_attention_has_no_entropy_and_no_nan():
     assert not np.any(never.entropy)
 
 
-def test_scores_of_the_future_count_for_nothing():
+def test_scores_of_the_future_are_ignored():
     query, key = queries_and_keys(9)
 
     def above(i, j):
@@ -187,29 +191,29 @@ def test_scores_of_the_future_count_for_nothing():
     assert_is(attention_statistics(query, key, bias=above), oracle(query, key))
 
 
-def test_a_large_constant_changes_scores_alone():
+def test_a_large_constant_changes_scores_only():
     query, key = queries_and_keys(9)
     expected = oracle(query, key)
-    lifted = attention_statistics(query, key, bias=lambda i, j: jnp.full((1, len(i), len(j)), 1e3))
-    assert_is(lifted, (*expected[:2], expected[2] + 1e3), atol=1e-4)
+    shifted = attention_statistics(query, key, bias=lambda i, j: jnp.full((1, len(i), len(j)), 1e3))
+    assert_is(shifted, (*expected[:2], expected[2] + 1e3), atol=1e-4)
 
 
 # Resolution.
 
 
-def test_r_of_a_constant_or_of_one_score_is_zero():
+def test_resolution_of_equal_scores_or_one_score_is_zero():
     assert attention_resolution(np.full((2, 3, 7), 4.0)).tolist() == [[0.0] * 3] * 2
     assert attention_resolution(np.array([5.0])) == 0.0
 
 
-def test_r_of_two_scores():
-    """e^0 (e^0 - e^-1) / (e^0 + e^-1)^2, the second score having no next."""
+def test_resolution_of_two_scores():
+    """e^0 (e^0 - e^-1) / (e^0 + e^-1)^2, as the second score has no successor."""
     expected = (1 - math.exp(-1)) / (1 + math.exp(-1)) ** 2
     assert attention_resolution(np.array([0.0, -1.0])) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("slope", [2.0, 0.5, 2**-8])
-def test_r_of_alibi_without_content_has_a_closed_form(slope):
+def test_resolution_of_alibi_without_content_has_a_closed_form(slope):
     """With a = e^-m: (1-a) Σ a^2n over (Σ a^n)^2, which is (1-a)^2 / (1+a) as T grows."""
     a = math.exp(-slope)
     for length in (2, 100):
@@ -222,7 +226,7 @@ def test_r_of_alibi_without_content_has_a_closed_form(slope):
     assert whole == pytest.approx((1 - a) ** 2 / (1 + a), rel=1e-10)
 
 
-def test_r_does_not_change_with_a_shift():
+def test_resolution_does_not_change_with_a_shift():
     scores = np.random.default_rng(0).normal(size=(2, 5))
     expected = attention_resolution(scores)
     assert np.ptp(expected) > 0.01
@@ -230,11 +234,11 @@ def test_r_does_not_change_with_a_shift():
         np.testing.assert_allclose(attention_resolution(scores + shift), expected, rtol=1e-9)
 
 
-def test_r_is_less_where_scores_rise_with_the_distance():
+def test_resolution_is_less_where_scores_rise_with_the_distance():
     assert attention_resolution(np.arange(5.0)) < 0 < attention_resolution(-np.arange(5.0))
 
 
-def test_r_is_float64_of_float32_scores():
+def test_resolution_of_float32_scores_is_float64():
     assert attention_resolution(np.zeros((2, 4), np.float32)).dtype == np.float64
 
 
@@ -243,8 +247,9 @@ def test_r_is_float64_of_float32_scores():
 LONG = 4096
 
 
-def measure(query, key):
-    return attention_statistics(query, key, bias=LinearBias(alibi_slopes(8)))
+def measure(query, key, num_shards=1):
+    bias = LinearBias(alibi_slopes(8))
+    return attention_statistics(query, key, bias=bias, num_shards=num_shards)
 
 
 def test_no_array_of_a_long_input_has_all_scores():
@@ -256,19 +261,20 @@ def test_no_array_of_a_long_input_has_all_scores():
         for equation in jaxpr.eqns
         for variable in (*equation.invars, *equation.outvars)
     }
-    # A chunk's are there, so what is below the loop was seen.
-    assert (1, 8, statistics.SCORES // (8 * LONG), LONG) in shapes
+    # The scores of a chunk are found, so that the search covers the body of the loop.
+    assert (1, 8, statistics.MAX_SCORES // (8 * LONG), LONG) in shapes
     assert max(map(math.prod, shapes)) < LONG * LONG
     temporary = traced.lower().compile().memory_analysis().temp_size_in_bytes
     assert temporary < 4 * 8 * LONG * LONG / 4
 
 
-def test_a_device_holds_its_part_of_rows_and_heads(monkeypatch):
+def test_a_device_holds_its_shard_of_rows_and_heads(monkeypatch):
     arrays = queries_and_keys(64, batch=4, heads=8, kv_heads=2)
     one = measure(*arrays)
-    monkeypatch.setattr(statistics, "SCORES", 2 * 4 * 64 * 10)
+    monkeypatch.setattr(statistics, "MAX_SCORES", 2 * 4 * 64 * 10)
+    sharded = jax.jit(functools.partial(measure, num_shards=4))
     with jax.set_mesh(mesh_of(2, 1, 1, 2)):
-        traced = jax.jit(measure).trace(*arrays)
-        several = jax.jit(measure)(*arrays)
+        traced = sharded.trace(*arrays)
+        several = sharded(*arrays)
     assert "4,8,10,64" in str(traced.jaxpr)
     assert_is(several, one, rtol=1e-6, atol=1e-6)

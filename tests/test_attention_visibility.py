@@ -1,7 +1,6 @@
-"""Where queries and keys stand: caches with room to spare, rings, shards, masks and features."""
+"""Which keys each query sees: caches with free slots, rolling caches, shards, masks, features."""
 
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from alibi_jax.attention import alibi_attention, attention
+from alibi_jax.attention import alibi_attention, attention, engines
 from alibi_jax.biases import alibi_bias_at, alibi_slopes, forget_bias_at, forget_decay
-
-engines = importlib.import_module("alibi_jax.attention.engines")
 
 HEADS, SIZE, LENGTH = 4, 8, 12
 
@@ -22,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 @pytest.fixture(params=["dense", "head_by_head", "all_heads"], autouse=True)
 def path(request, monkeypatch):
-    """Attention all at once, and in blocks small enough that five queries take several."""
+    """All scores at once, and blocks so small that five queries take several."""
     if request.param != "dense":
         all_heads = request.param == "all_heads"
-        monkeypatch.setattr(engines, "_partitioned", lambda: all_heads)
-        monkeypatch.setattr(engines, "_DENSE_SCORES", 0)
-        monkeypatch.setattr(engines, "_DENSE_QUERIES", 0)
-        monkeypatch.setattr(engines, "_BLOCK", {"cpu": 2})
+        monkeypatch.setattr(engines, "_partitioned_by_compiler", lambda: all_heads)
+        monkeypatch.setattr(engines, "_DENSE_MAX_SCORES", 0)
+        monkeypatch.setattr(engines, "_DENSE_MAX_QUERIES", 0)
+        monkeypatch.setattr(engines, "_BLOCK_SIZE", {"cpu": 2})
 
 
 def normal(seed, *shape):
@@ -44,7 +41,7 @@ def arrays(length=LENGTH, key_length=LENGTH, kv_heads=2, value_size=SIZE):
 
 
 def oracle(query, key, value, bias, seen):
-    """Attention in numpy and float64 over [B, N, T, S] of biases and of keys that are seen."""
+    """Attention in numpy and float64; `bias` and `seen`, the visible pairs, are [B, N, T, S]."""
     query, key, value, bias = (np.asarray(x, np.float64) for x in (query, key, value, bias))
     groups = query.shape[2] // key.shape[2]
     key, value = (np.repeat(x, groups, axis=2) for x in (key, value))
@@ -65,7 +62,7 @@ def linear(query_positions, key_positions):
     [([8], True), ([1] * 8, True), ([3, 5], True), ([1, 7], True), ([3, 5], False)],
 )
 def test_b8_d4_chunks_over_a_cache_with_room_are_the_whole(chunks, traced):
-    """A query's own key is at `offset`, not among the last: the cache has slots to spare."""
+    """A query's own key is at `offset`, not among the last keys: the cache has free slots."""
     query, key, value = arrays()
     slopes = alibi_slopes(HEADS)
     whole = alibi_attention(query, key, value, slopes)
@@ -73,7 +70,7 @@ def test_b8_d4_chunks_over_a_cache_with_room_are_the_whole(chunks, traced):
     start = 0
     for chunk in chunks:
         stop = start + chunk
-        # What is in the slots that are not written yet does not matter.
+        # The contents of free slots do not matter.
         cache = [x.at[:, stop:].set(1e3) for x in (key, value)]
         out = attend(query[:, start:stop], *cache, slopes, offset=start)
         np.testing.assert_allclose(out, whole[:, start:stop], atol=1e-6)
@@ -83,12 +80,12 @@ def test_b8_d4_chunks_over_a_cache_with_room_are_the_whole(chunks, traced):
 @pytest.mark.parametrize("offset", [-1, 9])
 def test_d4_an_offset_past_the_keys_is_refused(offset):
     query, key, value = arrays(length=4)
-    with pytest.raises(ValueError, match=f"4 queries from key {offset} on .* 12"):
+    with pytest.raises(ValueError, match=f"offset={offset} puts 4 causal queries .* of 12 keys"):
         attention(query, key, value, offset=offset)
 
 
-def test_d5_keys_in_a_ring_have_their_own_positions_not_their_slots():
-    """Lightning-AI/litgpt#2182: 12 tokens into a window of 8, slots written over from the start."""
+def test_d5_keys_in_a_rolling_cache_have_positions_other_than_their_slots():
+    """Lightning-AI/litgpt#2182: 12 tokens in a cache of 8 slots, the first of them overwritten."""
     query, key, value = arrays(kv_heads=HEADS)
     slopes, window = alibi_slopes(HEADS), 8
     index = np.arange(LENGTH)
@@ -168,8 +165,8 @@ def test_features_reach_the_bias_along_with_their_queries_and_keys():
     np.testing.assert_allclose(out, oracle(query, key, value, bias, seen), atol=1e-5)
 
 
-def test_b2_keys_after_their_query_may_have_slopes_of_their_own():
-    """ofirpress/attention_with_linear_biases#5: an encoder that can tell the two directions."""
+def test_b2_keys_after_their_query_may_have_other_slopes():
+    """ofirpress/attention_with_linear_biases#5: an encoder that distinguishes the directions."""
     query, key, value = arrays(length=5, key_length=5)
     slopes, index = alibi_slopes(HEADS), np.arange(5)
     after = slopes[::-1] * 3
@@ -182,7 +179,7 @@ def test_b2_keys_after_their_query_may_have_slopes_of_their_own():
     np.testing.assert_allclose(out, oracle(query, key, value, bias, True), atol=1e-5)
 
 
-def test_values_may_have_a_size_of_their_own():
+def test_values_may_have_another_head_size():
     query, key, value = arrays(length=5, key_length=5, value_size=3)
     index = np.arange(5)
     out = alibi_attention(query, key, value, alibi_slopes(HEADS))
@@ -191,15 +188,15 @@ def test_values_may_have_a_size_of_their_own():
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_what_cannot_be_meant_is_refused(monkeypatch):
-    # As for users, who have no checker.
+def test_invalid_arguments_are_refused(monkeypatch):
+    # Without the type checks of the tests, as for users.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     query, key, value = arrays(length=5)
-    with pytest.raises(ValueError, match="features of both queries and keys"):
+    with pytest.raises(ValueError, match="query_features is None: give both"):
         attention(query, key, value, key_features=key)
-    with pytest.raises(ValueError, match="5 queries from key 8 on"):
+    with pytest.raises(ValueError, match="offset=8 puts 5 causal queries"):
         attention(query, key, value, offset=np.int64(8))
     with pytest.raises(ValueError, match="mask is float32: give booleans"):
         attention(query, key, value, mask=jnp.zeros((1, 1, 5, LENGTH)))
-    with pytest.raises(ValueError, match="slopes must be one a head"):
+    with pytest.raises(ValueError, match=r"slopes must be an array \[N\]"):
         alibi_bias_at(8, jnp.arange(3), jnp.arange(3))

@@ -1,20 +1,38 @@
 """Softmax attention with a bias given by positions: one entry, four engines behind it."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from alibi_jax.attention.engines import ENGINES, compute
+from alibi_jax.attention.engines import compute_attention
 from alibi_jax.attention.reach import NEGLIGIBLE
+from alibi_jax.attention.validation import (
+    check_arrays,
+    check_distances,
+    check_options,
+    resolve_bias,
+    resolve_offset,
+    resolve_visibility,
+)
 from alibi_jax.attention.visibility import Visibility
 from alibi_jax.biases import Bias, LinearBias
 from alibi_jax.biases.alibi import Slopes
 
 
+# The overloads state only how `return_residual` decides the return type.
+@overload
 def attention(
+    query: Array, key: Array, value: Array, *, return_residual: Literal[False] = ..., **options: Any
+) -> Array: ...
+
+
+@overload
+def attention(
+    query: Array, key: Array, value: Array, *, return_residual: Literal[True], **options: Any
+) -> tuple[Array, Array]: ...
+
+
+def attention(  # type: ignore[misc]
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
@@ -34,207 +52,85 @@ def attention(
     implementation: str | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
-) -> Float[Array, "B T N V"]:
-    """Softmax(query · key / sqrt(H) + bias) · value, scores and softmax in float32.
+    return_residual: bool = False,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Computes softmax(query · key / sqrt(H) + bias) · value, with float32 scores and softmax.
 
-    Shapes: as `jax.nn.dot_product_attention`; with K < N each key head serves N/K
-    neighbouring query heads. `bias` is a function of query and key positions (default: 0, 1,
-    2, ... for keys, and for queries their indices among them), so that no `[N, T, S]` array
-    need exist; trees of features, `[B, T, ...]` and `[B, S, ...]`, are passed to it too where
-    given. Causal masking goes by index: query t is key `offset` + t, by default S - T + t: the
-    queries are the last of the keys. `offset` may be traced, as in a cache with room to spare.
-    Positions and features feed the bias alone. Segment ids: a query sees the keys of its own
-    segment; 0 is padding, which nothing sees and which sees nothing. `window`: a query sees
-    keys less than so many indices away. `mask` is true where a query may see a key. A row that
-    sees nothing is zero, and so are its gradients. Weights are dropped where there is a
-    `dropout_key`. Returns the dtype of `query`.
+    Shapes are those of `jax.nn.dot_product_attention`: with K < N, each key head serves N/K
+    neighbouring query heads. The result has the dtype of `query`. A row that sees nothing is zero,
+    and so are its gradients.
 
-    A `LinearBias` has a reach: of each row, keys whose weights together are proved to be at most
-    `tolerance` of it may be left out (0: none; docs/attention.md). `implementation` is one of
-    "dense", "blockwise", "pallas_tpu" and "folded"; None takes the one for the platform and
-    shape. All but "dense", which serves short inputs, have derivatives in reverse only, and once.
+    An engine is what `implementation` names, as in `jax.nn.dot_product_attention`. All engines
+    except "dense", the engine for short inputs, can be differentiated once, in reverse mode only.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        bias: Function of query and key positions, and of features if given, that returns a bias
+            `[..., N, T, S]` to add to the scores. Engines call it for blocks of queries and keys,
+            so that no `[N, T, S]` array has to exist. A `LinearBias` has a reach: keys that are
+            proved to hold together at most `tolerance` of a row's weight may be left out
+            (docs/attention.md).
+        causal: Query t, whose index among the keys is `offset` + t, sees no key of a greater
+            index.
+        window: Query t sees only keys whose index differs from its own by less than `window`.
+        offset: Index of the first query among the keys. The default is S − T: the queries are the
+            last of the keys. It may be traced, as in a cache with free slots.
+        query_positions: Positions for the bias. The default is the indices among the keys.
+        key_positions: Positions for the bias. The default is 0, 1, 2, ...
+        query_segment_ids: A query sees the keys of its own segment. Id 0 is padding, which sees
+            nothing and is not seen.
+        key_segment_ids: See `query_segment_ids`.
+        query_features: Tree of arrays `[B, T, ...]` for the bias, which gets queries' and keys'
+            features after the positions.
+        key_features: Tree of arrays `[B, S, ...]` for the bias.
+        mask: True where a query may see a key.
+        tolerance: Greatest share of a row's weight that may be left out; 0 leaves out nothing.
+        implementation: "dense", "blockwise", "pallas_tpu" or "folded". None chooses the engine for
+            the platform and the shapes.
+        dropout_rate: Share of the weights to drop, if there is a `dropout_key`.
+        dropout_key: Random key of the dropout. Without it no weight is dropped.
+        return_residual: Also returns the log-sum-exp of each row of scores, float32 `[B, T, N]`,
+            -inf where a row sees nothing. Results over parts of the keys are summed with weights
+            exp(log-sum-exp), as in ring attention (Liu et al. 2023, arXiv 2310.01889); a traced
+            `offset` may then be below 0 or past the keys. "dense" and "blockwise" only.
 
     Raises:
-        ValueError: where K does not divide N, a causal query has no key of its own (T > S), or
-            queries are not keys (not causal, T != S) and a bias is to guess where they stand,
-            or the named implementation cannot do what is asked.
+        ValueError: if K does not divide N, if there are more causal queries than keys, if a bias
+            in cross-attention (not causal, T != S) has neither positions nor an offset, or if the
+            named engine cannot serve the arguments.
     """
-    sight, bias = _checked(
-        query,
-        key,
-        value,
-        bias,
-        offset,
-        Visibility(
-            causal=causal,
-            window=window,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            query_segment_ids=query_segment_ids,
-            key_segment_ids=key_segment_ids,
-        ),
-        tolerance,
-        implementation,
+    check_arrays(query, key, value)
+    visibility = Visibility(
+        causal=causal,
+        window=window,
+        offset=resolve_offset(offset, query.shape[1], key.shape[1], causal),
+        query_positions=query_positions,
+        key_positions=key_positions,
+        query_segment_ids=query_segment_ids,
+        key_segment_ids=key_segment_ids,
+        mask=mask,
     )
-    if (query_features is None) != (key_features is None):
-        raise ValueError("give features of both queries and keys, or of neither")
-    if not 0.0 <= dropout_rate < 1.0:
-        raise ValueError(f"dropout_rate={dropout_rate} must be at least 0 and below 1")
-    if mask is not None and mask.dtype != bool:
-        raise ValueError(f"mask is {mask.dtype}: give booleans, true where a query may see a key")
-    if mask is not None:
-        wanted = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
-        fits = [
-            x == y or (x == 1 and axis < 2) for axis, (x, y) in enumerate(zip(mask.shape, wanted))
-        ]
-        if mask.ndim != 4 or not all(fits):
-            raise ValueError(f"mask {mask.shape} must be {wanted}, with 1 for any of the first two")
-    return compute(
+    visibility = resolve_visibility(visibility, query, key)
+    bias = resolve_bias(bias, query.shape[2])
+    check_distances(bias, visibility, query, key, offset_given=offset is not None)
+    check_options(query_features, key_features, tolerance, implementation, dropout_rate)
+    out, log_sum_exp = compute_attention(
         query,
         key,
         value,
-        implementation=implementation,
         bias=bias,
-        sight=sight,
+        visibility=visibility,
         query_features=query_features,
         key_features=key_features,
-        mask=mask,
         tolerance=tolerance,
+        implementation=implementation,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
-    )[0]
-
-
-def attention_with_residual(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    *,
-    bias: Bias | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    offset: int | Int[Array, ""] | None = None,
-    query_positions: Int[Array, "*#B T"] | None = None,
-    key_positions: Int[Array, "*#B S"] | None = None,
-    query_segment_ids: Int[Array, "B T"] | None = None,
-    key_segment_ids: Int[Array, "B S"] | None = None,
-    tolerance: float = NEGLIGIBLE,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """`attention`, and the log-sum-exp of each row of scores, float32, -inf where it sees nothing.
-
-    By these, results over parts of the keys are put together: each weighs exp(its log-sum-exp),
-    as in ring attention (Liu et al. 2023, arXiv 2310.01889). A traced `offset` may then be below
-    0 or past the keys given. By the engines that keep log-sum-exps: dense and blockwise.
-    """
-    sight, bias = _checked(
-        query,
-        key,
-        value,
-        bias,
-        offset,
-        Visibility(
-            causal=causal,
-            window=window,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            query_segment_ids=query_segment_ids,
-            key_segment_ids=key_segment_ids,
-        ),
-        tolerance,
-        None,
+        return_residual=return_residual,
     )
-    return compute(query, key, value, bias=bias, sight=sight, tolerance=tolerance, residual=True)
-
-
-def _checked(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Bias | None,
-    offset: int | Array | None,
-    sight: Visibility,
-    tolerance: float,
-    implementation: str | None,
-) -> tuple[Visibility, Bias | None]:
-    """What was given, with an offset and in arrays; raises ValueError for what does not fit."""
-    arrays = query, key, value
-    if any(not jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
-        kinds = ", ".join(str(x.dtype) for x in arrays)
-        raise ValueError(f"queries, keys and values of {kinds}: give floats")
-    fits = all(x.ndim == 4 for x in arrays) and key.shape[:3] == value.shape[:3]
-    if not fits or key.shape != (query.shape[0], *key.shape[1:3], query.shape[3]):
-        raise ValueError(
-            f"query {query.shape}, key {key.shape} and value {value.shape} do not belong together: "
-            "[B, T, N, H], [B, S, K, H], [B, S, K, V]"
-        )
-    batch, length, num_heads = query.shape[:3]
-    key_length, num_kv_heads = key.shape[1:3]
-    for name, x, wanted in (
-        ("query_positions", sight.query_positions, length),
-        ("key_positions", sight.key_positions, key_length),
-        ("query_segment_ids", sight.query_segment_ids, length),
-        ("key_segment_ids", sight.key_segment_ids, key_length),
-    ):
-        if x is not None and (x.shape[-1] != wanted or x.shape[:-1] not in ((), (1,), (batch,))):
-            raise ValueError(f"{name} {x.shape} are not of {batch} rows of {wanted}")
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_kv_heads} key heads do not divide {num_heads} query heads")
-    if isinstance(bias, LinearBias):
-        if np.ndim(bias.slopes) != 1:
-            raise ValueError(f"slopes {bias.slopes} must be one a query head: {num_heads}")
-        if len(bias.slopes) != num_heads:
-            raise ValueError(f"{len(bias.slopes)} slopes for {num_heads} query heads")
-        # Arrays of float32, whatever sequence of numbers they were given as.
-        future = bias.future_slopes
-        if future is not None and len(future) != num_heads:
-            raise ValueError(f"{len(future)} future slopes for {num_heads} query heads")
-        bias = LinearBias(_numbers(bias.slopes), None if future is None else _numbers(future))
-    known = key_length - length if offset is None else offset
-    if isinstance(known, int | np.integer):
-        known = int(known)
-    elif not isinstance(known, jax.Array) or not jnp.issubdtype(known.dtype, jnp.integer):
-        raise ValueError(f"offset={known!r} must be a whole number")
-    else:
-        known = known.astype(jnp.int32)
-    if sight.causal and isinstance(known, int) and not 0 <= known <= key_length - length:
-        at = "" if offset is None else f" from key {offset} on"
-        raise ValueError(
-            f"causal attention of {length} queries{at} needs as many keys: {key_length}"
-        )
-    placed = offset is not None or (
-        sight.query_positions is not None and sight.key_positions is not None
-    )
-    if bias is not None and not sight.causal and length != key_length and not placed:
-        raise ValueError(
-            f"a bias between {length} queries and {key_length} other keys needs query_positions "
-            "and key_positions: in cross attention there is no distance to assume"
-        )
-    if (sight.query_segment_ids is None) != (sight.key_segment_ids is None):
-        raise ValueError("give segment ids of both queries and keys, or of neither")
-    window = sight.window
-    if window is not None and not isinstance(window, int | np.integer):
-        raise ValueError(f"window={window} must be a whole number")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1: a query's own key")
-    if not 0.0 <= tolerance < 1.0:
-        raise ValueError(f"tolerance={tolerance} must be at least 0 and below 1")
-    if implementation not in (None, *ENGINES):
-        raise ValueError(
-            f"implementation={implementation!r}: no such engine; there are {', '.join(ENGINES)}"
-        )
-    ids = (
-        x if x is None else jnp.broadcast_to(x, (batch, x.shape[-1]))
-        for x in (sight.query_segment_ids, sight.key_segment_ids)
-    )
-    of_queries, of_keys = ids
-    return sight._replace(offset=known, query_segment_ids=of_queries, key_segment_ids=of_keys), bias
-
-
-def _numbers(slopes: Slopes) -> Array | np.ndarray:
-    """Float32, in whatever sequence they were given; not traced where they are not yet."""
-    if isinstance(slopes, jax.Array):
-        return slopes.astype(jnp.float32)
-    return np.asarray(slopes, np.float32)
+    return (out, log_sum_exp) if return_residual else out
 
 
 def alibi_attention(
@@ -255,10 +151,10 @@ def alibi_attention(
     tolerance: float = NEGLIGIBLE,
     implementation: str | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Attention with linear biases (Press et al. 2021, section 3): `attention` with -m·|i-j|.
+    """Computes attention with linear biases, −m·|i−j| (Press et al. 2021, section 3).
 
-    `slopes` are of the query heads; keys after their query use `future_slopes` where given, as
-    in `alibi_bias_at`. Everything else is as `attention` has it.
+    `slopes` has one slope m per query head. Keys after their query use `future_slopes`, if given,
+    as in `alibi_bias_at`. The other arguments are those of `attention`.
     """
     return attention(
         query,

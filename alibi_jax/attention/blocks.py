@@ -1,4 +1,4 @@
-"""Blocks of arrays: cut out of them, added to them, joined again."""
+"""Blocks of arrays: take a block, add to a block, join the blocks."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from jaxtyping import Array
 from alibi_jax.attention.visibility import TokenMetadata
 
 
-def take_block(x: Any, number: Array | int, size: int, axis: int = -2) -> Any:
-    """Block `number` of an array, or of each in a tree."""
-    return jax.tree.map(lambda x: slice_along(x, number * size, size, axis), x)
+def take_block(x: Any, index: Array | int, size: int, axis: int = -2) -> Any:
+    """Block `index` of an array, or of each array of a tree; a block has `size` entries."""
+    return jax.tree.map(lambda x: slice_along(x, index * size, size, axis), x)
 
 
 def slice_along(x: Array, start: Array | int, size: int, axis: int) -> Array:
-    """`size` of `x` along an axis from `start` on.
+    """The `size` entries of `x` from `start` on along an axis.
 
-    In XLA for CPUs, a slice of 16-bit floats becomes one of float32, and a loop with such slices
-    makes float32 of what they are of; of whole numbers it does not.
+    16-bit floats are sliced as integers. XLA for CPUs slices 16-bit floats in float32, and where
+    a loop contains such a slice, it converts the whole array to float32. It leaves integers alone.
     """
     bits = x
     if x.dtype.itemsize == 2 and jnp.issubdtype(x.dtype, jnp.floating):
@@ -27,20 +27,20 @@ def slice_along(x: Array, start: Array | int, size: int, axis: int) -> Array:
     return part if bits is x else jax.lax.bitcast_convert_type(part, x.dtype)
 
 
-def take_token_block(places: TokenMetadata, number: Array | int, size: int) -> TokenMetadata:
-    """Block `number` of the places, of that size."""
-    features = take_block(places.features, number, size, 1)
-    return take_block(places._replace(features=None), number, size, -1)._replace(features=features)
+def take_token_block(tokens: TokenMetadata, index: Array | int, size: int) -> TokenMetadata:
+    """Block `index` of the tokens; a block has `size` tokens."""
+    features = take_block(tokens.features, index, size, 1)
+    return take_block(tokens._replace(features=None), index, size, -1)._replace(features=features)
 
 
-def add_to_block(x: Array, part: Array, number: Array, size: int, axis: int = -2) -> Array:
-    """`x` with `part` added to its block `number`."""
-    whole = take_block(x, number, size, axis) + part
-    return jax.lax.dynamic_update_slice_in_dim(x, whole, number * size, axis % x.ndim)
+def add_to_block(x: Array, part: Array, index: Array, size: int, axis: int = -2) -> Array:
+    """`x` with `part` added to its block `index`."""
+    block = take_block(x, index, size, axis) + part
+    return jax.lax.dynamic_update_slice_in_dim(x, block, index * size, axis % x.ndim)
 
 
 def join_blocks(blocks: Array, axis: int) -> Array:
-    """Blocks, stacked in front, one after the other along an axis."""
+    """Concatenates blocks, which are stacked on axis 0, along `axis` of a block."""
     axis %= blocks.ndim - 1
-    whole = jnp.moveaxis(blocks, 0, axis)
-    return whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
+    joined = jnp.moveaxis(blocks, 0, axis)
+    return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])

@@ -1,4 +1,7 @@
-"""Attention block by block in plain XLA: memory linear in the length, no work on the future."""
+"""Attention block by block in plain XLA, with memory linear in the length.
+
+Blocks that no query sees, such as those of the future, are not computed.
+"""
 
 import dataclasses
 import functools
@@ -6,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from alibi_jax.attention.blocks import take_token_block
 from alibi_jax.attention.flash import flash_attention
-from alibi_jax.attention.flash_passes import FlashSettings, Operands, Ranges
+from alibi_jax.attention.flash_passes import FlashSettings, KeyLoopBounds, Operands
 from alibi_jax.attention.reach import KeyBlocks, reach
 from alibi_jax.attention.visibility import (
     TokenMetadata,
@@ -28,72 +31,75 @@ def blockwise(
     value: Float[Array, "B S K V"],
     *,
     bias: Bias | None,
-    sight: Visibility,
+    visibility: Visibility,
     query_features: Any = None,
     key_features: Any = None,
-    mask: Bool[Array, "#B #N T S"] | None = None,
     tolerance: float,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
-    block: int,
+    block_size: int,
     head_by_head: bool,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Arguments and result as `attention` has them, and the log-sum-exp of each row of scores.
+    """Computes attention, and the log-sum-exp of each row of scores; arguments as `attention`'s.
 
-    `head_by_head`: one head of one row after the other, each with a reach of its own, rather
-    than all at once; for a processor with few cores, and biases that one head needs no other
-    for.
+    `head_by_head` computes one head of one batch row after another, each with its own reach,
+    instead of all at once. It suits a processor with few cores, and needs a bias that computes
+    each head on its own.
     """
     length, num_heads = query.shape[1:3]
     key_length, num_kv_heads = key.shape[1:3]
     linear = bias if isinstance(bias, LinearBias) else None
-    # Where a mask may hide a query's own key, its weight says nothing about the rest of the row.
-    reaching = linear if mask is None else None
-    blocks = reach(query, key, reaching, sight, block=block, tolerance=tolerance)
+    blocks = reach(query, key, linear, visibility, block_size=block_size, tolerance=tolerance)
     if not head_by_head:
-        # Rows that see nothing need no block, neither the first nor any other.
-        first = jnp.where(blocks.first < blocks.stop, blocks.first, key_length)
+        # The union over rows and heads. Rows and heads that need no block do not widen it.
+        start = jnp.where(blocks.start < blocks.stop, blocks.start, key_length)
         stop = blocks.stop.max((0, 1))
-        blocks = KeyBlocks(jnp.minimum(first.min((0, 1)), stop), stop)
-    padding, key_padding = -length % block, -key_length % block
+        blocks = KeyBlocks(jnp.minimum(start.min((0, 1)), stop), stop)
+    query_padding, key_padding = -length % block_size, -key_length % block_size
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     key, value = (jnp.repeat(x, num_heads // num_kv_heads, axis=1) for x in (key, value))
-    rows, columns = token_metadata(sight, length, key_length, query_features, key_features)
-    masked = sight.query_segment_ids is not None or mask is not None
+    queries, keys = token_metadata(visibility, length, key_length, query_features, key_features)
+    # Segments and masks may hide keys in any block, so that no block is known to be full.
+    any_block_masked = visibility.query_segment_ids is not None or visibility.mask is not None
     operands = Operands(
-        _fill(query, -2, padding),
-        _fill(key, -2, key_padding),
-        _fill(value, -2, key_padding),
-        bias=None,
-        rows=_fill_places(rows, padding),
-        columns=_fill_places(columns, key_padding),
-        mask=_fill(_fill(mask, -2, padding), -1, key_padding),
-        ranges=_ranges(blocks, rows.indices, key_length, block, sight, masked),
+        _pad_end(query, -2, query_padding),
+        _pad_end(key, -2, key_padding),
+        _pad_end(value, -2, key_padding),
+        bias_parameters=None,
+        query_tokens=_pad_tokens(queries, query_padding),
+        key_tokens=_pad_tokens(keys, key_padding),
+        mask=_pad_end(_pad_end(visibility.mask, -2, query_padding), -1, key_padding),
+        key_bounds=_key_loop_bounds(
+            blocks, queries.indices, key_length, block_size, visibility, any_block_masked
+        ),
         dropout_key=dropout_key,
     )
-    rule = FlashSettings(
+    windowed = visibility.window is not None
+    settings = FlashSettings(
         bias=None,
-        seen=functools.partial(
+        visible=functools.partial(
             visible_pairs,
-            causal=sight.causal,
-            window=sight.window,
+            causal=visibility.causal,
+            window=visibility.window,
             num_keys=key_length if key_padding else None,
         ),
-        query_block=block,
-        key_block=block,
-        masked_before=sight.window is not None and not masked,
-        masked_after=sight.causal or sight.window is not None or masked or key_padding > 0,
+        query_block_size=block_size,
+        key_block_size=block_size,
+        masked_before=windowed and not any_block_masked,
+        masked_after=visibility.causal or windowed or any_block_masked or key_padding > 0,
         dropout_rate=dropout_rate,
     )
-    both = (
-        _head_by_head(rule, operands, linear) if head_by_head else _all_heads(rule, operands, bias)
+    results = (
+        _head_by_head(settings, operands, linear)
+        if head_by_head
+        else _all_heads(settings, operands, bias)
     )
-    out, log_sum = (jnp.swapaxes(x[:, :, :length], 1, 2) for x in both)
-    return out, log_sum
+    out, log_sum_exp = (jnp.swapaxes(x[:, :, :length], 1, 2) for x in results)
+    return out, log_sum_exp
 
 
-def _fill(x: Any, axis: int, padding: int) -> Any:
-    """`x`, or a tree of such, with zeros at the end of an axis."""
+def _pad_end(x: Any, axis: int, padding: int) -> Any:
+    """An array, or each array of a tree, with `padding` zeros at the end of an axis."""
     if padding == 0:
         return x
 
@@ -105,78 +111,78 @@ def _fill(x: Any, axis: int, padding: int) -> Any:
     return jax.tree.map(pad, x)
 
 
-def _fill_places(token_metadata: TokenMetadata, padding: int) -> TokenMetadata:
-    """Indices go on past the last, so that nothing that is filled in is taken for the first."""
-    indices = (
-        jnp.arange(len(token_metadata.indices) + padding, dtype=jnp.int32)
-        + token_metadata.indices[0]
-    )
-    features = _fill(token_metadata.features, 1, padding)
-    filled = _fill(token_metadata._replace(features=None), -1, padding)
-    return filled._replace(indices=indices, features=features)
+def _pad_tokens(tokens: TokenMetadata, padding: int) -> TokenMetadata:
+    """Tokens with padding at the end, whose indices count on: index 0 stays the first token's."""
+    indices = jnp.arange(len(tokens.indices) + padding, dtype=jnp.int32) + tokens.indices[0]
+    features = _pad_end(tokens.features, 1, padding)
+    padded = _pad_end(tokens._replace(features=None), -1, padding)
+    return padded._replace(indices=indices, features=features)
 
 
-def _ranges(
+def _key_loop_bounds(
     blocks: KeyBlocks,
-    own: Int[Array, "T"],
+    query_indices: Int[Array, "T"],
     key_length: int,
-    block: int,
-    sight: Visibility,
-    masked: bool,
-) -> Ranges:
-    """`blocks`, and which of them no query of theirs need be kept from; none if `masked`."""
-    first, stop = blocks
-    if masked:
-        return Ranges(first, first, first, stop)
-    own_least = own[::block]
-    own_most = own_least + block - 1
-    full_first = jnp.zeros_like(own_least)
-    full_stop = jnp.full_like(own_least, key_length // block)
-    if sight.causal:
-        full_stop = jnp.minimum(full_stop, (own_least + 1) // block)
-    if sight.window is not None:
-        full_first = jnp.maximum(full_first, -((sight.window - 1 - own_most) // block))
-        full_stop = jnp.minimum(full_stop, (own_least + sight.window) // block)
-    full_first = jnp.clip(full_first, first, stop)
-    return Ranges(first, full_first, jnp.clip(full_stop, full_first, stop), stop)
+    block_size: int,
+    visibility: Visibility,
+    any_block_masked: bool,
+) -> KeyLoopBounds:
+    """Adds to `blocks` which of them are full; none is where `any_block_masked`."""
+    start, stop = blocks
+    if any_block_masked:
+        return KeyLoopBounds(start, start, start, stop)
+    query_min = query_indices[::block_size]
+    query_max = query_min + block_size - 1
+    full_start = jnp.zeros_like(query_min)
+    full_stop = jnp.full_like(query_min, key_length // block_size)
+    if visibility.causal:
+        full_stop = jnp.minimum(full_stop, (query_min + 1) // block_size)
+    if visibility.window is not None:
+        full_start = jnp.maximum(full_start, -((visibility.window - 1 - query_max) // block_size))
+        full_stop = jnp.minimum(full_stop, (query_min + visibility.window) // block_size)
+    full_start = jnp.clip(full_start, start, stop)
+    return KeyLoopBounds(start, full_start, jnp.clip(full_stop, full_start, stop), stop)
 
 
-def _all_heads(rule: FlashSettings, operands: Operands, bias: Bias | None) -> tuple[Array, Array]:
-    """All heads of all rows at once, over the blocks that any of them needs."""
-    of_block = functools.partial(bias_between, bias)
+def _all_heads(
+    settings: FlashSettings, operands: Operands, bias: Bias | None
+) -> tuple[Array, Array]:
+    """All heads of all batch rows at once, over the blocks that any of them needs."""
+    block_bias = functools.partial(bias_between, bias)
     examples = (
-        take_token_block(operands.rows, 0, rule.query_block),
-        take_token_block(operands.columns, 0, rule.key_block),
+        take_token_block(operands.query_tokens, 0, settings.query_block_size),
+        take_token_block(operands.key_tokens, 0, settings.key_block_size),
     )
-    if jax.eval_shape(of_block, *examples) is None:
-        return flash_attention(rule, operands)
+    if jax.eval_shape(block_bias, *examples) is None:
+        return flash_attention(settings, operands)
     # Parameters that the function closes over become operands, so that they have gradients.
-    converted, parameters = jax.closure_convert(of_block, *examples)
+    converted, parameters = jax.closure_convert(block_bias, *examples)
 
-    def bias_of(parameters: list[Array], rows: TokenMetadata, columns: TokenMetadata) -> Array:
-        return converted(rows, columns, *parameters)
+    def bias_with_parameters(
+        parameters: list[Array], queries: TokenMetadata, keys: TokenMetadata
+    ) -> Array:
+        return converted(queries, keys, *parameters)
 
-    rule = dataclasses.replace(rule, bias=bias_of)
-    return flash_attention(rule, operands._replace(bias=parameters))
+    settings = dataclasses.replace(settings, bias=bias_with_parameters)
+    return flash_attention(settings, operands._replace(bias_parameters=parameters))
 
 
 def _head_by_head(
-    rule: FlashSettings, operands: Operands, bias: LinearBias | None
+    settings: FlashSettings, operands: Operands, bias: LinearBias | None
 ) -> tuple[Array, Array]:
-    """One head of one row after the other, each over its own blocks."""
+    """One head of one batch row after another, each over its own blocks."""
     if bias is not None:
-        rule = dataclasses.replace(rule, bias=_linear)
+        settings = dataclasses.replace(settings, bias=_linear_bias_of_head)
         batch, num_heads = operands.query.shape[:2]
         slopes = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (batch, num_heads))[..., None],
             (bias.slopes, bias.future_slopes),
         )
-        operands = operands._replace(bias=slopes)
-    return flash_attention(rule, operands, head_by_head=True)
+        operands = operands._replace(bias_parameters=slopes)
+    return flash_attention(settings, operands, head_by_head=True)
 
 
-def _linear(
-    slopes: tuple[Array, Array | None], rows: TokenMetadata, columns: TokenMetadata
+def _linear_bias_of_head(
+    slopes: tuple[Array, Array | None], queries: TokenMetadata, keys: TokenMetadata
 ) -> Float[Array, "t s"]:
-    """The linear bias of one head."""
-    return LinearBias(*slopes)(rows.positions, columns.positions)[0]
+    return LinearBias(*slopes)(queries.positions, keys.positions)[0]

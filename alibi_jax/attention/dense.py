@@ -1,4 +1,4 @@
-"""The plain form of attention: every score at once. The other engines are held against it."""
+"""The plain form of attention, which computes all scores at once; the tests' reference engine."""
 
 import jax
 import jax.numpy as jnp
@@ -18,51 +18,51 @@ def dense(
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Softmax(query · key / sqrt(H) + bias) · value over the keys where `mask` is true.
+    """Computes softmax(query · key / sqrt(H) + bias) · value over the keys where `mask` is true.
 
-    And the log-sum-exp of each row of scores, -inf where it sees nothing.
-    Scores, bias and softmax are float32, or float64 for queries of that; the result has the
-    dtype of `query`. Query head n reads key head n // (N/K). Rows without any key are zero.
+    Returns the result, in the dtype of `query`, and the log-sum-exp of each row of scores, -inf
+    where the row sees nothing. Scores, bias and softmax are float32, or float64 where `query` is
+    float64. Query head n reads key head n // (N/K). Rows that see nothing are zero.
     """
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     batch, length, num_heads, size = query.shape
     num_kv_heads, key_length = key.shape[2], key.shape[1]
-    groups = num_heads // num_kv_heads
-    query = query.reshape(batch, length, num_kv_heads, groups, size)
+    group_size = num_heads // num_kv_heads
+    query = query.reshape(batch, length, num_kv_heads, group_size, size)
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=dtype)
     scores *= size**-0.5
 
-    def in_groups(x: Array) -> Array:
+    def group_heads(x: Array) -> Array:
         # [..., N, T, S] to [..., K, G, T, S]: the heads of a group are neighbours.
-        heads = (1, 1) if x.shape[-3] == 1 else (num_kv_heads, groups)
+        heads = (1, 1) if x.shape[-3] == 1 else (num_kv_heads, group_size)
         return x.reshape(*x.shape[:-3], *heads, length, key_length)
 
     if bias is not None:
-        scores += in_groups(bias.astype(dtype))
+        scores += group_heads(bias.astype(dtype))
     if mask is not None:
-        mask = in_groups(mask)
-        # Masked after the bias is added, so that no bias can lift a key back into view.
+        mask = group_heads(mask)
+        # Masked after the bias is added, so that no bias can make a masked key visible again.
         scores = jnp.where(mask, scores, _MASKED)
-    # The floor is for a row to which the bias itself, -inf all along, leaves no key.
-    top = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED)
-    top = jax.lax.stop_gradient(top)
-    weights = jnp.exp(scores - top)
+    # The maximum must be finite, also in a row whose bias is -inf at every key.
+    row_max = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED)
+    row_max = jax.lax.stop_gradient(row_max)
+    weights = jnp.exp(scores - row_max)
     if mask is not None:
-        # Where a row sees no key at all, every score is the same.
+        # In a row that sees no key, all scores are equal, so that the weights are 1.
         weights = jnp.where(mask, weights, 0.0)
-    total = weights.sum(axis=-1)
+    row_sum = weights.sum(axis=-1)
     if dropout_rate > 0.0 and dropout_key is not None:
         keep = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, weights.shape)
         weights = jnp.where(keep, weights / (1.0 - dropout_rate), 0.0)
     out = jnp.einsum(
         "bkgts,bskh->btkgh", weights.astype(value.dtype), value, preferred_element_type=dtype
     )
-    # Of a row without any key the sum is 0: divided by less than 1, its gradients, 0 times the
-    # quotient, would overflow to NaN.
-    some = total > 0.0
-    total = jnp.where(some, total, 1.0)
-    log_sum = jnp.where(some, top[..., 0] + jnp.log(total), -jnp.inf)
-    # Divided here rather than before the product: H numbers a row instead of S.
-    out /= total.transpose(0, 3, 1, 2)[..., None]
+    # A row that sees nothing has a sum of 0. It is divided by 1: a smaller divisor would make its
+    # gradients overflow to NaN, as 0 times an infinite quotient.
+    sees_keys = row_sum > 0.0
+    row_sum = jnp.where(sees_keys, row_sum, 1.0)
+    log_sum_exp = jnp.where(sees_keys, row_max[..., 0] + jnp.log(row_sum), -jnp.inf)
+    # Divided after the product with the values: H divisions per row instead of S.
+    out /= row_sum.transpose(0, 3, 1, 2)[..., None]
     out = out.astype(query.dtype).reshape(batch, length, num_heads, value.shape[-1])
-    return out, log_sum.reshape(batch, num_heads, length).swapaxes(1, 2)
+    return out, log_sum_exp.reshape(batch, num_heads, length).swapaxes(1, 2)

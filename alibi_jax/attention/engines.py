@@ -1,11 +1,11 @@
-"""Which engine computes an attention: decided here, by platform and shape, and nowhere else."""
+"""Chooses the engine that computes an attention, by platform and shape, and runs it."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
 from alibi_jax.attention.blockwise import blockwise
 from alibi_jax.attention.dense import dense
@@ -16,61 +16,60 @@ from alibi_jax.biases import Bias, LinearBias
 
 ENGINES = ("dense", "blockwise", "pallas_tpu", "folded")
 
-# Up to so many scores a head, blocks are not worth their loops.
-_DENSE_SCORES = 256 * 256
-# Few queries over many keys, as in decoding, are a block of their own.
-_DENSE_QUERIES = 16
-# Queries and keys a block: on a CPU what a block computes should stay in its caches.
-_BLOCK = {"cpu": 128}
-_OTHER_BLOCK = 512
-# Of so few blocks of keys, to look which of them matter takes longer than to compute them all.
-_TOO_FEW_BLOCKS = 4
-# cuDNN's fused kernel takes 128 columns on every GPU that it takes, 6 of which are positions.
-_FOLDED_SIZE = 122
+# Up to this many scores per head, loops over blocks cost more than they save.
+_DENSE_MAX_SCORES = 256 * 256
+# So few queries over many keys, as in decoding, would be a single block.
+_DENSE_MAX_QUERIES = 16
+# Queries, and keys, per block. On a CPU the arrays of one block should stay in its caches.
+_BLOCK_SIZE = {"cpu": 128}
+_DEFAULT_BLOCK_SIZE = 512
+# With so few blocks of keys, finding those in reach takes longer than computing all of them.
+_MAX_BLOCKS_WITHOUT_REACH = 4
+# cuDNN's fused kernel takes 128 columns on every GPU that it supports; 6 of them are positions.
+_FOLDED_MAX_HEAD_SIZE = 122
 
 
-def compute(
+def compute_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     *,
     bias: Bias | None,
-    sight: Visibility,
+    visibility: Visibility,
+    query_features: Any,
+    key_features: Any,
     tolerance: float,
-    implementation: str | None = None,
-    query_features: Any = None,
-    key_features: Any = None,
-    mask: Bool[Array, "#B #N T S"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Key[Array, ""] | None = None,
-    residual: bool = False,
+    implementation: str | None,
+    dropout_rate: float,
+    dropout_key: Key[Array, ""] | None,
+    return_residual: bool,
 ) -> tuple[Float[Array, "B T N V"], Any]:
-    """Arguments as `attention` has them; `implementation` names an engine, or None.
+    """Computes attention with one of the engines; arguments as `attention`'s, already checked.
 
-    The result, and the log-sum-exp of each row of scores: `residual` asks for it, and without
-    it may be None.
+    Returns the result and the log-sum-exp of each row of scores. The latter may be None without
+    `return_residual`.
     """
     if query.size == 0 or key.size == 0:
-        # No row, or none that sees anything.
+        # There is no row, or no row sees a key.
         shape = query.shape[:3]
         return jnp.zeros((*shape, value.shape[-1]), query.dtype), jnp.full(shape, -jnp.inf)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     platform = _platform(query)
-    block = _BLOCK.get(platform, _OTHER_BLOCK)
+    block_size = _BLOCK_SIZE.get(platform, _DEFAULT_BLOCK_SIZE)
     if dropout_rate == 0.0:
         dropout_key = None
-    if key.shape[1] <= _TOO_FEW_BLOCKS * block:
+    if key.shape[1] <= _MAX_BLOCKS_WITHOUT_REACH * block_size:
         tolerance = 0.0
-    # What an engine for linear biases lacks, if anything.
-    lack = _beyond_kernel(bias, sight, mask, dropout_key, residual)
-    missing = {"pallas_tpu": lack, "folded": lack}
-    if not lack and isinstance(bias, LinearBias):
-        missing["folded"] = _beyond_folding(query, key, value, bias, sight)
+    # Why the engines for linear biases cannot serve; empty where they can.
+    refusal = _linear_bias_refusal(bias, visibility, dropout_key, return_residual)
+    refusals = {"pallas_tpu": refusal, "folded": refusal}
+    if not refusal and isinstance(bias, LinearBias):
+        refusals["folded"] = _folded_refusal(query, key, value, bias, visibility)
         if platform == "tpu" or implementation == "pallas_tpu":
-            missing["pallas_tpu"] = _beyond_pallas(query, key, value, block)
-    engine = implementation or _choice(platform, query, key, missing)
-    if missing.get(engine):
-        raise ValueError(f"implementation={engine!r} {missing[engine]}")
+            refusals["pallas_tpu"] = _pallas_tpu_refusal(query, key, value, block_size)
+    engine = implementation or _choose_engine(platform, query, key, refusals)
+    if refusals.get(engine):
+        raise ValueError(f"implementation={engine!r} {refusals[engine]}")
     if engine == "pallas_tpu" and isinstance(bias, LinearBias):
         from alibi_jax.attention.tpu.attention import pallas_tpu
 
@@ -79,13 +78,13 @@ def compute(
             key,
             value,
             jnp.asarray(bias.slopes),
-            reach(query, key, bias, sight, block=block, tolerance=tolerance),
-            causal=sight.causal,
-            offset=sight.offset,
-            window=sight.window,
-            query_segment_ids=sight.query_segment_ids,
-            key_segment_ids=sight.key_segment_ids,
-            block=block,
+            reach(query, key, bias, visibility, block_size=block_size, tolerance=tolerance),
+            causal=visibility.causal,
+            offset=visibility.offset,
+            window=visibility.window,
+            query_segment_ids=visibility.query_segment_ids,
+            key_segment_ids=visibility.key_segment_ids,
+            block_size=block_size,
             interpret=platform != "tpu",
         )
         return out, None
@@ -95,7 +94,7 @@ def compute(
             key,
             value,
             bias.slopes,
-            window=sight.window,
+            window=visibility.window,
             implementation="cudnn" if platform == "gpu" and query.dtype != jnp.float32 else "xla",
         )
         return out, None
@@ -105,24 +104,24 @@ def compute(
             key,
             value,
             bias=bias,
-            sight=sight,
+            visibility=visibility,
             query_features=query_features,
             key_features=key_features,
-            mask=mask,
             tolerance=tolerance,
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
-            block=block,
+            block_size=block_size,
             # Dropout draws for all heads at once, so that it draws the same on every mesh.
             head_by_head=platform == "cpu"
             and (bias is None or isinstance(bias, LinearBias))
             and dropout_key is None
-            and not _partitioned(),
+            and not _partitioned_by_compiler(),
         )
-    rows, columns = token_metadata(
-        sight, query.shape[1], key.shape[1], query_features, key_features
+    queries, keys = token_metadata(
+        visibility, query.shape[1], key.shape[1], query_features, key_features
     )
-    visible = visible_pairs(rows, columns, causal=sight.causal, window=sight.window)
+    mask = visibility.mask
+    visible = visible_pairs(queries, keys, causal=visibility.causal, window=visibility.window)
     if visible is not None:
         visible = visible if visible.ndim == 4 else visible[None, None]
         mask = visible if mask is None else mask & visible
@@ -130,32 +129,33 @@ def compute(
         query,
         key,
         value,
-        bias=bias_between(bias, rows, columns),
+        bias=bias_between(bias, queries, keys),
         mask=mask,
         dropout_rate=dropout_rate,
         dropout_key=dropout_key,
     )
 
 
-def _choice(platform: str, query: Array, key: Array, missing: dict[str, str]) -> str:
+def _choose_engine(platform: str, query: Array, key: Array, refusals: dict[str, str]) -> str:
     length, key_length = query.shape[1], key.shape[1]
-    if length <= _DENSE_QUERIES or length * key_length <= _DENSE_SCORES:
+    if length <= _DENSE_MAX_QUERIES or length * key_length <= _DENSE_MAX_SCORES:
         return "dense"
     if query.dtype == jnp.float64:
-        # The only one that computes in more than float32.
+        # No other engine computes in more than float32.
         return "dense"
-    # The compiler cannot split the kernel over devices by itself; what it can split comes after.
-    if platform == "tpu" and not missing["pallas_tpu"] and not _partitioned():
+    # The compiler cannot partition the kernel over devices, but it can partition "blockwise".
+    if platform == "tpu" and not refusals["pallas_tpu"] and not _partitioned_by_compiler():
         return "pallas_tpu"
-    if platform == "gpu" and not missing["folded"] and query.dtype != jnp.float32:
+    if platform == "gpu" and not refusals["folded"] and query.dtype != jnp.float32:
         return "folded"
     return "blockwise"
 
 
 def _platform(query: Array) -> str:
-    """Of the mesh that is set, which may be another than this machine's; else of the array.
+    """The platform that will compute: "cpu", "gpu" or "tpu".
 
-    While it is traced without a mesh, the default.
+    That of the mesh that is set, which may be of devices that this machine lacks. Without a mesh,
+    that of the array, or JAX's default for a traced array.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.abstract_device is not None:
@@ -168,52 +168,58 @@ def _platform(query: Array) -> str:
     return default if isinstance(default, str) else default.platform
 
 
-def _partitioned() -> bool:
-    """Whether the compiler is to split what it is given over several devices."""
+def _partitioned_by_compiler() -> bool:
+    """Whether a mesh is set over whose devices the compiler partitions the computation."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(
         size > 1 and kind == AxisType.Auto for size, kind in zip(mesh.axis_sizes, mesh.axis_types)
     )
 
 
-def _beyond_kernel(
+def _linear_bias_refusal(
     bias: Bias | None,
-    sight: Visibility,
-    mask: Array | None,
+    visibility: Visibility,
     dropout_key: Array | None,
-    residual: bool,
+    return_residual: bool,
 ) -> str:
-    """Why an engine that has linear biases built in cannot serve; nothing where it can."""
+    """Why no engine with built-in linear biases can serve; empty where one may."""
     if not isinstance(bias, LinearBias):
         return "serves linear biases only: give a LinearBias, or use 'blockwise'"
-    if bias.future_slopes is not None and not sight.causal:
+    if bias.future_slopes is not None and not visibility.causal:
         return "has no slopes for future keys: use 'blockwise'"
-    if sight.query_positions is not None or sight.key_positions is not None:
-        return "takes indices for positions: give none, or use 'blockwise'"
-    if mask is not None or dropout_key is not None or residual:
-        return "has no mask, no dropout and no residual: use 'blockwise'"
+    if visibility.query_positions is not None or visibility.key_positions is not None:
+        return "takes indices as positions: give no positions, or use 'blockwise'"
+    if visibility.mask is not None or dropout_key is not None or return_residual:
+        return "has no mask, no dropout and no return_residual: use 'blockwise'"
     return ""
 
 
-def _beyond_pallas(query: Array, key: Array, value: Array, block: int) -> str:
-    """Why the kernel cannot serve arrays for which it has the bias."""
-    # Imported where it is used: Pallas alone takes as long as all of this package.
+def _pallas_tpu_refusal(query: Array, key: Array, value: Array, block_size: int) -> str:
+    """Why the TPU kernel cannot serve these arrays; empty where it can."""
+    # Imported only where it is used: importing Pallas takes as long as the rest of this package.
     from alibi_jax.attention.tpu.attention import pallas_refusal
 
     if jax.typeof(query).mat.varying:
-        return "needs check_vma=False of jax.shard_map: use that, or 'blockwise'"
-    return pallas_refusal(query, key, value, block)
+        return "needs check_vma=False of jax.shard_map: set it, or use 'blockwise'"
+    return pallas_refusal(query, key, value, block_size)
 
 
-def _beyond_folding(
-    query: Array, key: Array, value: Array, bias: LinearBias, sight: Visibility
+def _folded_refusal(
+    query: Array, key: Array, value: Array, bias: LinearBias, visibility: Visibility
 ) -> str:
-    """Why the folded engine cannot serve what another engine for linear biases can."""
-    square = query.shape[1] == key.shape[1] and isinstance(sight.offset, int) and sight.offset == 0
-    if not sight.causal or not square or sight.query_segment_ids is not None:
-        return "serves causal attention of one segment over itself: use 'blockwise'"
+    """Why the folded engine cannot serve; empty where it can."""
+    offset = visibility.offset
+    self_attention = query.shape[1] == key.shape[1] and isinstance(offset, int) and offset == 0
+    if not visibility.causal or not self_attention or visibility.query_segment_ids is not None:
+        return "serves causal self-attention of one segment only: use 'blockwise'"
     if not query.dtype == key.dtype == value.dtype:
-        return f"takes one dtype, not {query.dtype}, {key.dtype} and {value.dtype}"
-    if query.shape[-1] > _FOLDED_SIZE:
-        return f"serves head sizes up to {_FOLDED_SIZE}: use 'blockwise'"
+        return (
+            f"takes arrays of one dtype, not {query.dtype}, {key.dtype} and {value.dtype}: "
+            "convert them, or use 'blockwise'"
+        )
+    if query.shape[-1] > _FOLDED_MAX_HEAD_SIZE:
+        return (
+            f"serves head sizes up to {_FOLDED_MAX_HEAD_SIZE}, not {query.shape[-1]}: "
+            "use 'blockwise'"
+        )
     return folded_refusal(bias.slopes, query.shape[1], query.dtype)

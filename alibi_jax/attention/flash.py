@@ -1,7 +1,7 @@
-"""Attention block by block over many heads, all at once or one after the other, and its gradient.
+"""Flash attention, for all heads at once or for one head after another, and its gradient.
 
-One after the other, too, is one operation with one gradient, and no loop over such: of a loop,
-JAX stacks what the gradient of each step needs, though it is all there already.
+The loop over heads is inside the one operation that has a gradient. Around a loop of such
+operations, JAX would stack a copy of the inputs that the gradient of each iteration needs.
 """
 
 import functools
@@ -19,101 +19,106 @@ from alibi_jax.attention.flash_passes import (
     Operands,
     backward_pass,
     forward_pass,
-    vary_alike,
+    match_varying_axes,
 )
 from alibi_jax.attention.visibility import TokenMetadata
 
 
 def flash_attention(
-    rule: FlashSettings, operands: Operands, *, head_by_head: bool = False
+    settings: FlashSettings, operands: Operands, *, head_by_head: bool = False
 ) -> tuple[Array, Array]:
-    """Softmax(query · key / sqrt(H) + bias) · value over the blocks that the ranges name.
+    """Computes softmax(query · key / sqrt(H) + bias) · value over the given ranges of key blocks.
 
-    `[B, N, T, V]` in the dtype of `query`; and the log-sum-exp of each row of scores, `[B, N, T]`,
-    -inf where it sees nothing. Scores and softmax are float32. Differentiable once, in the
-    queries, keys, values, the bias's operands and the features.
+    Returns the result, `[B, N, T, V]` in the dtype of `query`, and the log-sum-exp of each row of
+    scores, `[B, N, T]`, -inf where the row sees nothing. Scores and softmax are float32.
+    Differentiable once, in the queries, keys, values, the bias's parameters and the features.
 
-    `head_by_head`: bias and ranges have the axes of batch and heads in front, there are neither
-    features nor dropout, and one head of one row is computed after the other.
+    `head_by_head` computes one head of one batch row after another. The bias's parameters and the
+    key bounds then have leading axes of batch and heads, and there are no features and no dropout.
     """
-    # Inside `jax.shard_map` some may be the same on all devices and others not: made alike here,
-    # so that what they get as gradients, which is not the same on all, is summed up outside.
-    operands = jax.tree.map(functools.partial(vary_alike, operands), operands)
-    return _online_attention(rule, head_by_head, operands)
+    # Inside `jax.shard_map`, some operands may be equal on all devices and others not. Here all are
+    # marked as varying, so that JAX sums the gradients of the equal ones over the devices.
+    operands = jax.tree.map(functools.partial(match_varying_axes, operands), operands)
+    return _flash_attention(settings, head_by_head, operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _online_attention(
-    rule: FlashSettings, head_by_head: bool, operands: Operands
+def _flash_attention(
+    settings: FlashSettings, head_by_head: bool, operands: Operands
 ) -> tuple[Array, Array]:
     if head_by_head:
-        out, log_sum = _each_head(lambda *parts: forward_pass(rule, *parts), operands)
+        out, log_sum_exp = _map_heads(lambda *parts: forward_pass(settings, *parts), operands)
     else:
-        out, log_sum = forward_pass(rule, operands)
-    return out.astype(operands.query.dtype), log_sum
+        out, log_sum_exp = forward_pass(settings, operands)
+    return out.astype(operands.query.dtype), log_sum_exp
 
 
-def _with_residuals(
-    rule: FlashSettings, head_by_head: bool, operands: Operands
+def _forward_rule(
+    settings: FlashSettings, head_by_head: bool, operands: Operands
 ) -> tuple[tuple[Array, Array], tuple]:
     leaves, tree = jax.tree.flatten(operands)
     operands = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
     perturbed = jax.tree.unflatten(tree, [leaf.perturbed for leaf in leaves])
-    results = _online_attention(rule, head_by_head, operands)
-    # Told to the gradient by the tree's structure: whether anyone asks for the bias's.
-    asked = perturbed.bias, perturbed.rows.features, perturbed.columns.features
-    return results, (operands, results, () if any(jax.tree.leaves(asked)) else None)
-
-
-def _gradient(
-    rule: FlashSettings, head_by_head: bool, residuals: tuple, bars: tuple
-) -> tuple[Operands]:
-    operands, results, asked = residuals
-    bars = tuple(
-        jnp.zeros(bar.shape, bar.dtype) if isinstance(bar, SymbolicZero) else bar for bar in bars
+    results = _flash_attention(settings, head_by_head, operands)
+    # Residuals are arrays, so that a flag has to be a tree's structure: () for true, None for
+    # false. It tells the backward rule whether the gradients of the bias are needed.
+    bias_inputs = (
+        perturbed.bias_parameters,
+        perturbed.query_tokens.features,
+        perturbed.key_tokens.features,
     )
-    of = functools.partial(backward_pass, rule, biased=asked is not None)
-    given = operands, *results, *bars
-    sums = _each_head(of, *given) if head_by_head else of(*given)
-    # In float32 until here, as in `forward`: XLA for CPUs makes float32 of 16-bit arrays, whole,
-    # whenever a loop writes a part of them.
-    query, key, value = (x.astype(y.dtype) for x, y in zip(sums[:3], operands[:3]))
-    return (sums._replace(query=query, key=key, value=value),)
+    return results, (operands, results, () if any(jax.tree.leaves(bias_inputs)) else None)
 
 
-_online_attention.defvjp(_with_residuals, _gradient, symbolic_zeros=True)
+def _backward_rule(
+    settings: FlashSettings, head_by_head: bool, residuals: tuple, cotangents: tuple
+) -> tuple[Operands]:
+    operands, results, bias_flag = residuals
+    cotangents = tuple(
+        jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
+    )
+    backward = functools.partial(backward_pass, settings, with_bias_gradients=bias_flag is not None)
+    inputs = operands, *results, *cotangents
+    gradients = _map_heads(backward, *inputs) if head_by_head else backward(*inputs)
+    # Gradients stay float32 until here, as in the forward pass: XLA for CPUs converts a whole
+    # 16-bit array to float32 whenever a loop writes a part of it.
+    query, key, value = (x.astype(y.dtype) for x, y in zip(gradients[:3], operands[:3]))
+    return (gradients._replace(query=query, key=key, value=value),)
 
 
-def _each_head(function: Callable[..., Any], operands: Operands, *arrays: Array) -> Any:
-    """`function` of one head of one row after the other, its results stacked `[B, N, ...]`."""
+_flash_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _map_heads(function: Callable[..., Any], operands: Operands, *arrays: Array) -> Any:
+    """`function` of one head of one batch row after another; results stacked `[B, N, ...]`."""
     batch, num_heads = operands.query.shape[:2]
 
-    def one(number: Array) -> Any:
-        row, head = number // num_heads, number % num_heads
+    def one_head(index: Array) -> Any:
+        row, head = index // num_heads, index % num_heads
 
         def of_head(tree: Any) -> Any:
             return jax.tree.map(lambda x: _pick(_pick(x, row), head), tree)
 
-        def of_row(places: TokenMetadata) -> TokenMetadata:
-            return jax.tree.map(lambda x: x if x.ndim == 1 else _pick(x, row), places)
+        def of_row(tokens: TokenMetadata) -> TokenMetadata:
+            return jax.tree.map(lambda x: x if x.ndim == 1 else _pick(x, row), tokens)
 
-        own = Operands(
+        head_operands = Operands(
             query=of_head(operands.query),
             key=of_head(operands.key),
             value=of_head(operands.value),
-            bias=of_head(operands.bias),
-            rows=of_row(operands.rows),
-            columns=of_row(operands.columns),
+            bias_parameters=of_head(operands.bias_parameters),
+            query_tokens=of_row(operands.query_tokens),
+            key_tokens=of_row(operands.key_tokens),
             mask=of_head(operands.mask),
-            ranges=of_head(operands.ranges),
+            key_bounds=of_head(operands.key_bounds),
             dropout_key=None,
         )
-        return function(own, *of_head(arrays))
+        return function(head_operands, *of_head(arrays))
 
-    stacked = jax.lax.map(one, jnp.arange(batch * num_heads, dtype=jnp.int32))
+    stacked = jax.lax.map(one_head, jnp.arange(batch * num_heads, dtype=jnp.int32))
     return jax.tree.map(lambda x: x.reshape(batch, num_heads, *x.shape[1:]), stacked)
 
 
-def _pick(x: Array, number: Array) -> Array:
-    """`x[number]`, or the only one there is."""
-    return x[0] if x.shape[0] == 1 else slice_along(x, number, 1, 0)[0]
+def _pick(x: Array, index: Array) -> Array:
+    """`x[index]`, or `x[0]` where the axis has size 1."""
+    return x[0] if x.shape[0] == 1 else slice_along(x, index, 1, 0)[0]

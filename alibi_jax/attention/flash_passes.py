@@ -1,9 +1,11 @@
 """Softmax attention block by block with a running maximum and sum, and its gradient.
 
-The online softmax of Milakov & Gimelshein 2018 (arXiv 1805.02867); the gradient computes each
-block of scores anew from the rows' log-sum-exps (Dao et al. 2022, arXiv 2205.14135, section 3.1
-and algorithm 4). Blocks of queries are the outer loop, and for each of them a range of blocks of
-keys, which may be traced, is the inner one.
+The online softmax of Milakov & Gimelshein 2018 (arXiv 1805.02867). The backward pass recomputes
+each block of scores from the log-sum-exps of the rows (Dao et al. 2022, arXiv 2205.14135, section
+3.1 and algorithm 4). The outer loop is over blocks of queries. The inner loop is over the range of
+key blocks of that query block, which may be traced.
+
+d_x is the gradient of x.
 """
 
 import dataclasses
@@ -22,274 +24,306 @@ from alibi_jax.attention.visibility import TokenMetadata
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
-class Ranges(NamedTuple):
-    """Key blocks of each query block: from `first` to before `stop`.
+class KeyLoopBounds(NamedTuple):
+    """The key blocks of each query block: `start` to `stop` - 1.
 
-    Those of them from `full_first` to before `full_stop` need no mask.
+    The key blocks from `full_start` to `full_stop` - 1 are full: each query sees each key, so that
+    they need no mask.
     """
 
-    first: Int[Array, "blocks"]
-    full_first: Int[Array, "blocks"]
+    start: Int[Array, "blocks"]
+    full_start: Int[Array, "blocks"]
     full_stop: Int[Array, "blocks"]
     stop: Int[Array, "blocks"]
 
 
 class Operands(NamedTuple):
-    """Everything that is cut into blocks; leading axes, if any, are batch and heads."""
+    """The arrays that are processed in blocks; leading axes, if any, are batch and heads."""
 
     query: Float[Array, "*G T H"]
     key: Float[Array, "*G S H"]
     value: Float[Array, "*G S V"]
-    bias: Any
-    rows: TokenMetadata
-    columns: TokenMetadata
+    bias_parameters: Any
+    query_tokens: TokenMetadata
+    key_tokens: TokenMetadata
     mask: Bool[Array, "*#G T S"] | None
-    ranges: Ranges
+    key_bounds: KeyLoopBounds
     dropout_key: Key[Array, ""] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashSettings:
-    """What is known while tracing.
+    """The settings of a flash attention, all known while tracing.
 
-    `bias` takes its operands and the places of queries and keys to `[..., t, s]`, `seen` the
-    places of both to what a query may see, or None for all.
+    `bias` maps its parameters and the metadata of queries and keys to a bias `[..., t, s]`.
+    `visible` maps the metadata to true where a query sees a key, or to None where it sees all.
     """
 
     bias: Callable[[Any, TokenMetadata, TokenMetadata], Array] | None
-    seen: Callable[[TokenMetadata, TokenMetadata], Array | None]
-    query_block: int
-    key_block: int
-    # Whether there are blocks to mask before and after those that need none.
+    visible: Callable[[TokenMetadata, TokenMetadata], Array | None]
+    query_block_size: int
+    key_block_size: int
+    # Whether any query block has key blocks to mask before, and after, its full ones.
     masked_before: bool
     masked_after: bool
     dropout_rate: float
 
 
-def _blocks(rule: FlashSettings, operands: Operands, row: Array, step: Callable, start: Any) -> Any:
-    """The steps of a query block: `step(carry, column, masked)` over its key blocks."""
-    first, full_first, full_stop, stop = (x[row] for x in operands.ranges)
-
-    def run(start: Any, first: Array, stop: Array, masked: bool) -> Any:
-        return jax.lax.fori_loop(first, stop, lambda j, carry: step(carry, j, masked), start)
-
-    if rule.masked_before:
-        start = run(start, first, full_first, True)
-    start = run(start, full_first, full_stop, False)
-    return run(start, full_stop, stop, True) if rule.masked_after else start
-
-
-def _visible(
-    rule: FlashSettings, operands: Operands, rows: TokenMetadata, columns: TokenMetadata, at: tuple
+def _loop_over_key_blocks(
+    settings: FlashSettings, operands: Operands, query_block: Array, step: Callable, init: Any
 ) -> Any:
-    """What the queries of a block may see of the keys of another; None for all."""
-    seen = rule.seen(rows, columns)
-    if operands.mask is None:
-        return seen
-    mask = take_block(take_block(operands.mask, at[0], rule.query_block), at[1], rule.key_block, -1)
-    return mask if seen is None else mask & seen
+    """Runs `step(carry, key_block, masked)` over the key blocks of a query block."""
+    start, full_start, full_stop, stop = (x[query_block] for x in operands.key_bounds)
+
+    def run(init: Any, start: Array, stop: Array, masked: bool) -> Any:
+        return jax.lax.fori_loop(start, stop, lambda j, carry: step(carry, j, masked), init)
+
+    carry = init
+    if settings.masked_before:
+        carry = run(carry, start, full_start, True)
+    carry = run(carry, full_start, full_stop, False)
+    return run(carry, full_stop, stop, True) if settings.masked_after else carry
 
 
-def _biased(
-    bias_of: Callable[[Any, TokenMetadata, TokenMetadata], Array],
-    rows: TokenMetadata,
-    columns: TokenMetadata,
-    shape: tuple[int, ...],
-    bias: Any,
-    row_features: Any,
-    column_features: Any,
-) -> Array:
-    """The bias between blocks, as a function of what it has gradients for."""
-    rows = rows._replace(features=row_features)
-    columns = columns._replace(features=column_features)
-    return jnp.broadcast_to(bias_of(bias, rows, columns).astype(jnp.float32), shape)
-
-
-def _kept(
-    rule: FlashSettings, operands: Operands, at: tuple, shape: tuple[int, ...]
+def _visible_in_block(
+    settings: FlashSettings,
+    operands: Operands,
+    tokens: tuple[TokenMetadata, TokenMetadata],
+    i: Array,
+    j: Array,
 ) -> Array | None:
-    """Where dropout keeps the weights of a block, `[..., t, s]`; None without dropout."""
+    """True where queries of block i see keys of block j; None where each query sees each key."""
+    visible = settings.visible(*tokens)
+    if operands.mask is None:
+        return visible
+    mask_rows = take_block(operands.mask, i, settings.query_block_size)
+    mask = take_block(mask_rows, j, settings.key_block_size, -1)
+    return mask if visible is None else mask & visible
+
+
+def _bias_of_block(
+    bias: Callable[[Any, TokenMetadata, TokenMetadata], Array],
+    query_tokens: TokenMetadata,
+    key_tokens: TokenMetadata,
+    shape: tuple[int, ...],
+    parameters: Any,
+    query_features: Any,
+    key_features: Any,
+) -> Array:
+    """The bias between two blocks, as a function of the inputs that have gradients."""
+    query_tokens = query_tokens._replace(features=query_features)
+    key_tokens = key_tokens._replace(features=key_features)
+    values = bias(parameters, query_tokens, key_tokens)
+    return jnp.broadcast_to(values.astype(jnp.float32), shape)
+
+
+def _dropout_keep(
+    settings: FlashSettings, operands: Operands, i: Array, j: Array, shape: tuple[int, ...]
+) -> Array | None:
+    """True where dropout keeps a weight of blocks i and j, `[..., t, s]`; None without dropout."""
     if operands.dropout_key is None:
         return None
-    key = jax.random.fold_in(jax.random.fold_in(operands.dropout_key, at[0]), at[1])
-    return jax.random.bernoulli(key, 1.0 - rule.dropout_rate, shape)
+    key = jax.random.fold_in(jax.random.fold_in(operands.dropout_key, i), j)
+    return jax.random.bernoulli(key, 1.0 - settings.dropout_rate, shape)
 
 
-def forward_pass(rule: FlashSettings, operands: Operands) -> tuple[Array, Array]:
+def forward_pass(settings: FlashSettings, operands: Operands) -> tuple[Array, Array]:
     """The result, and the log-sum-exp of each row of scores, both float32.
 
-    The latter is -inf where a row sees nothing.
+    The log-sum-exp is -inf where a row sees nothing.
     """
     scale = operands.query.shape[-1] ** -0.5
-    number = operands.query.shape[-2] // rule.query_block
+    query_block_size, key_block_size = settings.query_block_size, settings.key_block_size
+    num_query_blocks = operands.query.shape[-2] // query_block_size
 
-    def query_block(i: Array) -> tuple[Array, Array]:
-        query = take_block(operands.query, i, rule.query_block)
-        rows = take_token_block(operands.rows, i, rule.query_block)
+    def attend(i: Array) -> tuple[Array, Array]:
+        query = take_block(operands.query, i, query_block_size)
+        query_tokens = take_token_block(operands.query_tokens, i, query_block_size)
 
         def step(carry: tuple[Array, ...], j: Array, masked: bool) -> tuple[Array, ...]:
-            out, top, total = carry
-            key, value = (take_block(x, j, rule.key_block) for x in (operands.key, operands.value))
-            columns = take_token_block(operands.columns, j, rule.key_block)
+            out, row_max, row_sum = carry
+            key, value = (take_block(x, j, key_block_size) for x in (operands.key, operands.value))
+            key_tokens = take_token_block(operands.key_tokens, j, key_block_size)
             scores = _dot("...th,...sh->...ts", query, key) * scale
-            if rule.bias is not None:
-                scores += rule.bias(operands.bias, rows, columns).astype(jnp.float32)
-            visible = _visible(rule, operands, rows, columns, (i, j)) if masked else None
+            if settings.bias is not None:
+                bias = settings.bias(operands.bias_parameters, query_tokens, key_tokens)
+                scores += bias.astype(jnp.float32)
+            tokens = query_tokens, key_tokens
+            visible = _visible_in_block(settings, operands, tokens, i, j) if masked else None
             if visible is not None:
                 scores = jnp.where(visible, scores, MASKED)
-            # Not below the floor that it starts from, though a bias be -inf all along.
-            new = jnp.maximum(top, scores.max(axis=-1))
-            weights = jnp.exp(scores - new[..., None])
+            # At least MASKED, where it starts, also in a row whose bias is -inf at every key.
+            new_max = jnp.maximum(row_max, scores.max(axis=-1))
+            weights = jnp.exp(scores - new_max[..., None])
             if visible is not None:
-                # Where a row has seen no key yet, every score is the same.
+                # In a row that has seen no key yet, all scores are equal: its weights are 1.
                 weights = jnp.where(visible, weights, 0.0)
-            shrink = jnp.exp(top - new)
-            total = total * shrink + weights.sum(axis=-1)
-            kept = _kept(rule, operands, (i, j), weights.shape)
-            if kept is not None:
-                weights = jnp.where(kept, weights / (1.0 - rule.dropout_rate), 0.0)
-            out = out * shrink[..., None] + _dot(
+            rescale = jnp.exp(row_max - new_max)
+            row_sum = row_sum * rescale + weights.sum(axis=-1)
+            keep = _dropout_keep(settings, operands, i, j, weights.shape)
+            if keep is not None:
+                weights = jnp.where(keep, weights / (1.0 - settings.dropout_rate), 0.0)
+            out = out * rescale[..., None] + _dot(
                 "...ts,...sv->...tv", weights.astype(value.dtype), value
             )
-            return out, new, total
+            return out, new_max, row_sum
 
         shape = query.shape[:-1]
-        start = (
+        init = (
             _full(operands, (*shape, operands.value.shape[-1]), 0.0),
             _full(operands, shape, MASKED),
             _full(operands, shape, 0.0),
         )
-        out, top, total = _blocks(rule, operands, i, step, start)
-        some = total > 0.0
-        total = jnp.where(some, total, 1.0)
-        log_sum = jnp.where(some, top + jnp.log(total), -jnp.inf)
-        return out / total[..., None], log_sum
+        out, row_max, row_sum = _loop_over_key_blocks(settings, operands, i, step, init)
+        sees_keys = row_sum > 0.0
+        row_sum = jnp.where(sees_keys, row_sum, 1.0)
+        log_sum_exp = jnp.where(sees_keys, row_max + jnp.log(row_sum), -jnp.inf)
+        return out / row_sum[..., None], log_sum_exp
 
-    out, log_sum = jax.lax.map(query_block, jnp.arange(number, dtype=jnp.int32))
-    return join_blocks(out, -2), join_blocks(log_sum, -1)
+    out, log_sum_exp = jax.lax.map(attend, jnp.arange(num_query_blocks, dtype=jnp.int32))
+    return join_blocks(out, -2), join_blocks(log_sum_exp, -1)
 
 
 def _dot(equation: str, left: Array, right: Array) -> Array:
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
 
 
-def vary_alike(operands: Operands, x: Array) -> Array:
-    """`x`, varying over the devices of a `jax.shard_map` as the operands do; `x` outside of one."""
+def match_varying_axes(operands: Operands, x: Array) -> Array:
+    """`x`, marked as varying over each axis of a `jax.shard_map` over which an operand varies.
+
+    Outside of `jax.shard_map`, `x` itself.
+    """
     varying = (jax.typeof(y).mat.varying for y in jax.tree.leaves(operands))
     missing = frozenset().union(*varying) - jax.typeof(x).mat.varying
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
 def _full(operands: Operands, shape: tuple[int, ...], value: float) -> Float[Array, "..."]:
-    return vary_alike(operands, jnp.full(shape, value, jnp.float32))
+    return match_varying_axes(operands, jnp.full(shape, value, jnp.float32))
 
 
 def backward_pass(
-    rule: FlashSettings,
+    settings: FlashSettings,
     operands: Operands,
     out: Array,
-    log_sum: Array,
-    out_bar: Array,
-    log_sum_bar: Array,
+    log_sum_exp: Array,
+    d_out: Array,
+    d_log_sum_exp: Array,
     *,
-    biased: bool,
+    with_bias_gradients: bool,
 ) -> Operands:
-    """What the gradients of `forward`'s results make of its operands': float32.
+    """The gradients of the operands, float32, from the gradients of the forward pass's results.
 
-    `biased` asks for those of the bias and the features.
+    The gradients of the bias's parameters and of the features are computed only
+    `with_bias_gradients`.
     """
-    # So that exp(score - it) is 0 where a row sees nothing.
-    log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum)
+    # exp(score - inf) is 0 in rows that see nothing.
+    log_sum_exp = jnp.where(log_sum_exp == -jnp.inf, jnp.inf, log_sum_exp)
     scale = operands.query.shape[-1] ** -0.5
-    number = operands.query.shape[-2] // rule.query_block
-    # Of each row, the mean of its weights' gradients, less that of its log-sum-exp.
-    means = (out_bar.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - log_sum_bar
+    query_block_size, key_block_size = settings.query_block_size, settings.key_block_size
+    num_query_blocks = operands.query.shape[-2] // query_block_size
+    # Algorithm 4's D, the weighted mean of a row's d_weights, minus the log-sum-exp's gradient.
+    deltas = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - d_log_sum_exp
 
     keys_transposed = jnp.swapaxes(operands.key, -1, -2)
 
     def zeros(tree: Any) -> Any:
         return jax.tree.map(lambda x: _full(operands, x.shape, 0.0), tree)
 
-    def query_block(sums: tuple, i: Array) -> tuple[tuple, tuple]:
-        query, bar = (take_block(x, i, rule.query_block) for x in (operands.query, out_bar))
-        rows = take_token_block(operands.rows, i, rule.query_block)
-        log_sums, mean = (take_block(x, i, rule.query_block, -1) for x in (log_sum, means))
+    def gradients_of_block(key_sums: tuple, i: Array) -> tuple[tuple, tuple]:
+        query, d_out_block = (take_block(x, i, query_block_size) for x in (operands.query, d_out))
+        query_tokens = take_token_block(operands.query_tokens, i, query_block_size)
+        log_sum_exps, delta = (
+            take_block(x, i, query_block_size, -1) for x in (log_sum_exp, deltas)
+        )
 
         def step(carry: tuple, j: Array, masked: bool) -> tuple:
-            query_bar, row_bar, (key_bar, value_bar, bias_bar, column_bar) = carry
-            key, value = (take_block(x, j, rule.key_block) for x in (operands.key, operands.value))
-            columns = take_token_block(operands.columns, j, rule.key_block)
-            # Transposed, [s, t], as are keys below and what queries get, [h, t]: no product sums
-            # over the rows of its first operand, for which CPUs' fast 16-bit products do not serve.
+            d_query, d_query_features, (d_key, d_value, d_parameters, d_key_features) = carry
+            key, value = (take_block(x, j, key_block_size) for x in (operands.key, operands.value))
+            key_tokens = take_token_block(operands.key_tokens, j, key_block_size)
+            # Scores are transposed, [s, t], and so are the keys below and d_query, [h, t]. Thus no
+            # product sums over the rows of its first operand, for which CPUs have no fast 16-bit
+            # product.
             scores = _dot("...sh,...th->...st", key, query) * scale
             shape = *query.shape[:-1], key.shape[-2]
-            pull = None
-            if rule.bias is not None:
-                bias_of = functools.partial(_biased, rule.bias, rows, columns, shape)
-                parts = operands.bias, rows.features, columns.features
-                if not biased:
-                    bias = bias_of(*parts)
+            bias_vjp = None
+            if settings.bias is not None:
+                bias_of_block = functools.partial(
+                    _bias_of_block, settings.bias, query_tokens, key_tokens, shape
+                )
+                inputs = operands.bias_parameters, query_tokens.features, key_tokens.features
+                if not with_bias_gradients:
+                    bias = bias_of_block(*inputs)
                 else:
-                    bias, pull = jax.vjp(bias_of, *parts)
+                    bias, bias_vjp = jax.vjp(bias_of_block, *inputs)
                 scores += jnp.swapaxes(bias, -1, -2)
-            weights = jnp.exp(scores - log_sums[..., None, :])
-            visible = _visible(rule, operands, rows, columns, (i, j)) if masked else None
+            weights = jnp.exp(scores - log_sum_exps[..., None, :])
+            tokens = query_tokens, key_tokens
+            visible = _visible_in_block(settings, operands, tokens, i, j) if masked else None
             if visible is not None:
                 weights = jnp.where(jnp.swapaxes(visible, -1, -2), weights, 0.0)
-            weights_bar = _dot("...sv,...tv->...st", value, bar)
-            used = weights
-            kept = _kept(rule, operands, (i, j), shape)
-            if kept is not None:
-                rate, kept = 1.0 - rule.dropout_rate, jnp.swapaxes(kept, -1, -2)
-                used = jnp.where(kept, weights / rate, 0.0)
-                weights_bar = jnp.where(kept, weights_bar / rate, 0.0)
-            scores_bar = weights * (weights_bar - mean[..., None, :])
-            if pull is not None:
-                biases = pull(jnp.swapaxes(scores_bar, -1, -2))
-                bias_bar, row_bar = jax.tree.map(jnp.add, (bias_bar, row_bar), biases[:2])
-                column_bar = jax.tree.map(
-                    lambda x, part: add_to_block(x, part, j, rule.key_block, 1),
-                    column_bar,
-                    biases[2],
+            d_weights = _dot("...sv,...tv->...st", value, d_out_block)
+            dropped_weights = weights
+            keep = _dropout_keep(settings, operands, i, j, shape)
+            if keep is not None:
+                keep_rate, keep = 1.0 - settings.dropout_rate, jnp.swapaxes(keep, -1, -2)
+                dropped_weights = jnp.where(keep, weights / keep_rate, 0.0)
+                d_weights = jnp.where(keep, d_weights / keep_rate, 0.0)
+            d_scores = weights * (d_weights - delta[..., None, :])
+            if bias_vjp is not None:
+                *summed, d_key_features_block = bias_vjp(jnp.swapaxes(d_scores, -1, -2))
+                d_parameters, d_query_features = jax.tree.map(
+                    jnp.add, (d_parameters, d_query_features), tuple(summed)
                 )
-            scores_bar = scores_bar.astype(query.dtype)
-            key_transposed = take_block(keys_transposed, j, rule.key_block, -1)
-            query_bar += _dot("...hs,...st->...ht", key_transposed, scores_bar)
-            key_bar = add_to_block(
-                key_bar, _dot("...st,...th->...sh", scores_bar, query), j, rule.key_block
+                d_key_features = jax.tree.map(
+                    lambda x, part: add_to_block(x, part, j, key_block_size, 1),
+                    d_key_features,
+                    d_key_features_block,
+                )
+            d_scores = d_scores.astype(query.dtype)
+            key_transposed = take_block(keys_transposed, j, key_block_size, -1)
+            d_query += _dot("...hs,...st->...ht", key_transposed, d_scores)
+            d_key = add_to_block(
+                d_key, _dot("...st,...th->...sh", d_scores, query), j, key_block_size
             )
-            value_bar = add_to_block(
-                value_bar,
-                _dot("...st,...tv->...sv", used.astype(bar.dtype), bar),
+            d_value = add_to_block(
+                d_value,
+                _dot("...st,...tv->...sv", dropped_weights.astype(d_out.dtype), d_out_block),
                 j,
-                rule.key_block,
+                key_block_size,
             )
-            return query_bar, row_bar, (key_bar, value_bar, bias_bar, column_bar)
+            return d_query, d_query_features, (d_key, d_value, d_parameters, d_key_features)
 
-        start = (
+        init = (
             jnp.swapaxes(zeros(query), -1, -2),
-            zeros(rows.features) if biased else None,
-            sums,
+            zeros(query_tokens.features) if with_bias_gradients else None,
+            key_sums,
         )
-        query_bar, row_bar, sums = _blocks(rule, operands, i, step, start)
-        return sums, (jnp.swapaxes(query_bar, -1, -2) * scale, row_bar)
+        d_query, d_query_features, key_sums = _loop_over_key_blocks(
+            settings, operands, i, step, init
+        )
+        return key_sums, (jnp.swapaxes(d_query, -1, -2) * scale, d_query_features)
 
-    sums = zeros((operands.key, operands.value))
-    sums += zeros((operands.bias, operands.columns.features)) if biased else (None, None)
-    sums, (query_bar, row_bar) = jax.lax.scan(
-        query_block, sums, jnp.arange(number, dtype=jnp.int32)
+    key_sums = zeros((operands.key, operands.value))
+    key_sums += (
+        zeros((operands.bias_parameters, operands.key_tokens.features))
+        if with_bias_gradients
+        else (None, None)
     )
-    key_bar, value_bar, bias_bar, column_bar = sums
-    row_bar = jax.tree.map(lambda x: join_blocks(x, 1), row_bar)
+    key_sums, (d_query, d_query_features) = jax.lax.scan(
+        gradients_of_block, key_sums, jnp.arange(num_query_blocks, dtype=jnp.int32)
+    )
+    d_key, d_value, d_parameters, d_key_features = key_sums
+    d_query_features = jax.tree.map(lambda x: join_blocks(x, 1), d_query_features)
     none: Any = None
     return Operands(
-        join_blocks(query_bar, -2),
-        key_bar * scale,
-        value_bar,
-        bias=bias_bar,
-        rows=TokenMetadata(none, none, none, row_bar),
-        columns=TokenMetadata(none, none, none, column_bar),
+        join_blocks(d_query, -2),
+        d_key * scale,
+        d_value,
+        bias_parameters=d_parameters,
+        query_tokens=TokenMetadata(none, none, none, d_query_features),
+        key_tokens=TokenMetadata(none, none, none, d_key_features),
         mask=None,
-        ranges=none,
+        key_bounds=none,
         dropout_key=None,
     )

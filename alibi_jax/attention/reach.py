@@ -1,8 +1,7 @@
 """Reach: which blocks of keys can matter to a block of queries, proved from the data.
 
-A linear bias falls without end, while a score is at most |q|·|k|/sqrt(H): far enough back, all
-keys together weigh less than any share of a row that one cares to name. The proof is in
-docs/attention.md.
+A linear bias falls without end, while a score is at most |q|·|k|/sqrt(H). Hence all keys beyond
+some distance together weigh less than any given share of a row. docs/attention.md has the proof.
 """
 
 import functools
@@ -16,199 +15,217 @@ from jaxtyping import Array, Bool, Float, Int
 from alibi_jax.attention.visibility import Visibility, token_metadata
 from alibi_jax.biases import LinearBias
 
-# The share of a row's weight that may be left out: to float32, sums are the same without it.
+# Share of a row's weight that may be left out: it does not change a sum in float32.
 NEGLIGIBLE = 2.0**-24
 
 
 class KeyBlocks(NamedTuple):
-    """Of each query block the key blocks to compute, from `first` to before `stop`, int32.
+    """The key blocks that each query block has to compute: `start` to `stop` - 1, int32.
 
-    All others are invisible, or too light to matter.
+    All other key blocks are invisible to the queries, or too light to matter.
     """
 
-    first: Int[Array, "B N query_blocks"]
+    start: Int[Array, "B N query_blocks"]
     stop: Int[Array, "B N query_blocks"]
+
+
+class _RowMetadata(NamedTuple):
+    """Positions and segment ids of the queries and keys of one batch row, or of all."""
+
+    query_positions: Int[Array, "*B T"]
+    key_positions: Int[Array, "*B S"]
+    query_segment_ids: Int[Array, "*B T"] | None
+    key_segment_ids: Int[Array, "*B S"] | None
 
 
 def reach(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     bias: LinearBias | None,
-    sight: Visibility,
+    visibility: Visibility,
     *,
-    block: int,
+    block_size: int,
     tolerance: float = NEGLIGIBLE,
 ) -> KeyBlocks:
-    """The blocks that `attention` has to compute, of each batch row, query head and query block.
+    """The key blocks that `attention` has to compute, per batch row, query head and query block.
 
-    Blocks are of `block` queries and as many keys. What is left out has, of each row, at most
-    `tolerance` of the weight, however far the data be from what one expects: large norms or a
-    heavy key far away only widen the range. With a tolerance of 0, or without a linear bias,
-    only what cannot be seen at all is left out.
+    A block has `block_size` queries, or as many keys. The keys that are left out have at most
+    `tolerance` of the weight of each row, whatever the data: large norms, or one heavy key far
+    away, only widen the range. With a tolerance of 0, without a linear bias, or with a mask, which
+    may hide a query's own key, only invisible blocks are left out.
     """
     batch, length, num_heads, _ = query.shape
     key_length, num_kv_heads = key.shape[1:3]
-    queries, keys = token_metadata(sight, length, key_length, None, None)
-    sides = {"query_positions": queries.positions, "key_positions": keys.positions}
-    if queries.segment_ids is not None and keys.segment_ids is not None:
-        sides |= {"query_segment_ids": queries.segment_ids, "key_segment_ids": keys.segment_ids}
-    sides = {name: jnp.broadcast_to(x, (batch, x.shape[-1])) for name, x in sides.items()}
+    queries, keys = token_metadata(visibility, length, key_length, None, None)
+    query_ids, key_ids = queries.segment_ids, keys.segment_ids
+    if query_ids is None or key_ids is None:
+        query_ids = key_ids = None
+    metadata = _RowMetadata(queries.positions, keys.positions, query_ids, key_ids)
+    metadata = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, x.shape[-1])), metadata)
     slopes = None
-    if bias is not None and tolerance > 0.0:
+    if bias is not None and tolerance > 0.0 and visibility.mask is None:
         past = jnp.asarray(bias.slopes, jnp.float32)
         future = (
             past if bias.future_slopes is None else jnp.asarray(bias.future_slopes, jnp.float32)
         )
         slopes = past, future
-    one = functools.partial(
-        _reach,
-        own=queries.indices,
-        block=block,
+    reach_of_head = functools.partial(
+        _reach_of_head,
+        query_indices=queries.indices,
+        block_size=block_size,
         tolerance=tolerance,
-        causal=sight.causal,
-        window=sight.window,
+        causal=visibility.causal,
+        window=visibility.window,
     )
     query, key, slopes = jax.lax.stop_gradient((query, key, slopes))
     key = jnp.repeat(key, num_heads // num_kv_heads, axis=2)
-    over_heads = jax.vmap(one, in_axes=(1, 1, 0, None))
-    return jax.vmap(over_heads, in_axes=(0, 0, None, 0))(query, key, slopes, sides)
+    over_heads = jax.vmap(reach_of_head, in_axes=(1, 1, 0, None))
+    return jax.vmap(over_heads, in_axes=(0, 0, None, 0))(query, key, slopes, metadata)
 
 
-def _reach(
+def _reach_of_head(
     query: Float[Array, "T H"],
     key: Float[Array, "S H"],
     slopes: tuple[Float[Array, ""], Float[Array, ""]] | None,
-    sides: dict[str, Int[Array, "_"]],
+    metadata: _RowMetadata,
     *,
-    own: Int[Array, "T"],
-    block: int,
+    query_indices: Int[Array, "T"],
+    block_size: int,
     tolerance: float,
     causal: bool,
     window: int | None,
 ) -> KeyBlocks:
-    """`reach` of one head of one row."""
-    own_least, own_most = (x[:, None] for x in _range(own, block))
-    key_least, key_most = _range(jnp.arange(key.shape[0], dtype=jnp.int32), block)
-    visible = jnp.ones((own_least.shape[0], key_least.shape[0]), bool)
+    """`reach` of one head of one batch row."""
+    query_min, query_max = (x[:, None] for x in _block_min_max(query_indices, block_size))
+    key_min, key_max = _block_min_max(jnp.arange(key.shape[0], dtype=jnp.int32), block_size)
+    visible = jnp.ones((query_min.shape[0], key_min.shape[0]), bool)
     if causal:
-        visible &= key_least <= own_most
+        visible &= key_min <= query_max
     if window is not None:
-        visible &= (key_most > own_least - window) & (key_least < own_most + window)
-    if "query_segment_ids" in sides:
-        # Two ranges of ids that share nothing; 0, padding, is in neither.
-        query_least, query_most = _range(sides["query_segment_ids"], block, padding=0)
-        least, most = _range(sides["key_segment_ids"], block, padding=0)
-        visible &= (query_least[:, None] <= most) & (least <= query_most[:, None])
+        visible &= (key_max > query_min - window) & (key_min < query_max + window)
+    if metadata.query_segment_ids is not None and metadata.key_segment_ids is not None:
+        # The ranges of ids of two blocks must overlap; 0, which is padding, is in neither range.
+        query_ids = _block_min_max(metadata.query_segment_ids, block_size, padding=0)
+        key_id_min, key_id_max = _block_min_max(metadata.key_segment_ids, block_size, padding=0)
+        query_id_min, query_id_max = (x[:, None] for x in query_ids)
+        visible &= (query_id_min <= key_id_max) & (key_id_min <= query_id_max)
     if slopes is None:
         share = jnp.where(visible, jnp.inf, 0.0)
     else:
-        weight = _weight(query, key, slopes, sides, own, block)
-        # Each side of a row has its share of the tolerance; a causal row has but one side. The
-        # rest is room for the rounding of the sums below, and for what underflows in them.
+        log_weight = _log_weight_bound(query, key, slopes, metadata, query_indices, block_size)
+        # The past and the future of a row each get half of the tolerance; a causal row has a past
+        # only. 0.01 leaves room for rounding and underflow in the sums below.
         limit = math.log(tolerance) - (0.0 if causal else math.log(2.0)) - 0.01
-        share = jnp.where(visible, jnp.exp(weight - limit), 0.0)
-    first = _leading(jnp.cumsum(share, axis=1) <= 1.0)
-    stop = share.shape[1] - _leading(jnp.cumsum(share[:, ::-1], axis=1) <= 1.0)
-    return KeyBlocks(jnp.minimum(first, stop), stop)
+        share = jnp.where(visible, jnp.exp(log_weight - limit), 0.0)
+    start = _count_leading(jnp.cumsum(share, axis=1) <= 1.0)
+    stop = share.shape[1] - _count_leading(jnp.cumsum(share[:, ::-1], axis=1) <= 1.0)
+    return KeyBlocks(jnp.minimum(start, stop), stop)
 
 
-def _weight(
+def _log_weight_bound(
     query: Float[Array, "T H"],
     key: Float[Array, "S H"],
     slopes: tuple[Float[Array, ""], Float[Array, ""]],
-    sides: dict[str, Int[Array, "_"]],
-    own: Int[Array, "T"],
-    block: int,
+    metadata: _RowMetadata,
+    query_indices: Int[Array, "T"],
+    block_size: int,
 ) -> Float[Array, "query_blocks key_blocks"]:
-    """The logarithm of no less than the weight of a block of keys, a query's own key being 1.
+    """Upper bound of the logarithm of a key block's weight, relative to a query's own key.
 
-    Of the query of its block for which that is most; +inf where a query has no key of its own
-    to compare with.
+    The greatest bound over the queries of a block; +inf where a query has no own key to compare
+    with.
     """
     past, future = slopes
-    positions, key_positions = sides["query_positions"], sides["key_positions"]
-    ids, key_ids = sides.get("query_segment_ids"), sides.get("key_segment_ids")
+    positions, key_positions = metadata.query_positions, metadata.key_positions
+    query_ids, key_ids = metadata.query_segment_ids, metadata.key_segment_ids
     size = query.shape[-1]
-    # For rounding: the scores and these bounds of them are sums of H products.
-    slack = 4 * (size + 4) * 2.0**-24
+    # Relative rounding error of the scores and of their bounds, which are sums of H products.
+    rounding = 4 * (size + 4) * 2.0**-24
     scale = size**-0.5
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    norms, key_norms = norm(query) * scale, norm(key)
-    # What is not finite bounds nothing. Told apart here, and not by comparisons that a NaN makes
-    # false: a maximum may lose a NaN on a CPU (openxla/xla#21461).
-    unbounded = _cut(~jnp.isfinite(key_norms), block, False).any(axis=1)
+    norms, key_norms = norm_bound(query) * scale, norm_bound(key)
+    # A norm that is not finite bounds nothing. It is found here, not by comparisons that a NaN
+    # makes false: on a CPU, a maximum may lose a NaN (openxla/xla#21461).
+    unbounded = _in_blocks(~jnp.isfinite(key_norms), block_size, False).any(axis=1)
     key_norms = jnp.where(jnp.isfinite(key_norms), key_norms, 0.0)
-    # Its own key, or the one that is nearest to it: what it sees if it sees any.
-    at = jnp.clip(own, 0, key.shape[0] - 1)
-    own_bias = _bias(past, future, key_positions[at] - positions)
-    score = (query * key[at]).sum(axis=-1) * scale + own_bias
-    score -= slack * (norms * key_norms[at] + jnp.abs(own_bias))
-    known = jnp.isfinite(norms + score) & ~unbounded[at // block]
-    score = jnp.where(known, score, -jnp.inf)
+    # The query's own key, or the key with the nearest index: a query that sees any key sees it.
+    own = jnp.clip(query_indices, 0, key.shape[0] - 1)
+    own_bias = _linear_bias(past, future, key_positions[own] - positions)
+    own_score = (query * key[own]).sum(axis=-1) * scale + own_bias
+    own_score -= rounding * (norms * key_norms[own] + jnp.abs(own_bias))
+    known = jnp.isfinite(norms + own_score) & ~unbounded[own // block_size]
+    own_score = jnp.where(known, own_score, -jnp.inf)
     norms = jnp.where(jnp.isfinite(norms), norms, 0.0)
-    if ids is not None and key_ids is not None:
-        score = jnp.where(ids == key_ids[at], score, -jnp.inf)
-        # Padding: it sees nothing, so that nothing matters to it, and nothing sees it.
-        score = jnp.where(ids == 0, jnp.inf, score)
+    if query_ids is not None and key_ids is not None:
+        own_score = jnp.where(query_ids == key_ids[own], own_score, -jnp.inf)
+        # A padding query sees nothing, so that no key matters to it. No query sees a padding key.
+        own_score = jnp.where(query_ids == 0, jnp.inf, own_score)
         key_norms = jnp.where(key_ids == 0, 0.0, key_norms)
-    norms = _cut(norms * (1.0 + slack), block, 0.0)[:, :, None]
-    score = _cut(score, block, jnp.inf)[:, :, None]
-    most = (norms * _cut(key_norms, block, 0.0).max(axis=1) - score).max(axis=1)
-    most = jnp.where(unbounded, jnp.inf, most)
+    norms = _in_blocks(norms * (1.0 + rounding), block_size, 0.0)[:, :, None]
+    own_score = _in_blocks(own_score, block_size, jnp.inf)[:, :, None]
+    max_key_norm = _in_blocks(key_norms, block_size, 0.0).max(axis=1)
+    score = (norms * max_key_norm - own_score).max(axis=1)
+    score = jnp.where(unbounded, jnp.inf, score)
 
-    query_least, query_most = (x[:, None] for x in _range(positions, block))
-    key_least, key_most = _range(key_positions, block)
-    least, greatest = key_least - query_most, key_most - query_least
-    # The greatest bias is at an end of the range of distances, or within it at 0.
-    bias = jnp.maximum(_bias(past, future, least), _bias(past, future, greatest))
-    bias = jnp.where((least <= 0) & (greatest >= 0), jnp.maximum(bias, 0.0), bias)
-    bias += slack * jnp.abs(bias)
-    # How many keys with that bias the block is worth: where it lies wholly to one side, its
-    # biases fall from there on.
-    gaps = _cut(key_positions, block, None)
-    behind = jnp.exp(-jnp.maximum(past, 0.0) * (key_most[:, None] - gaps).astype(jnp.float32))
-    ahead = jnp.exp(-jnp.maximum(future, 0.0) * (gaps - key_least[:, None]).astype(jnp.float32))
-    count = jnp.where(greatest <= 0, behind.sum(axis=1), float(block))
-    count = jnp.where(least >= 0, ahead.sum(axis=1), count)
-    return most + bias + jnp.log(count)
+    query_min, query_max = (x[:, None] for x in _block_min_max(positions, block_size))
+    key_min, key_max = _block_min_max(key_positions, block_size)
+    relative_min, relative_max = key_min - query_max, key_max - query_min
+    # The greatest bias is at an end of the range of distances, or at distance 0 inside the range.
+    bias = jnp.maximum(
+        _linear_bias(past, future, relative_min), _linear_bias(past, future, relative_max)
+    )
+    bias = jnp.where((relative_min <= 0) & (relative_max >= 0), jnp.maximum(bias, 0.0), bias)
+    bias += rounding * jnp.abs(bias)
+    # The number of keys with the greatest bias that weigh as much as the block. Where the block
+    # lies wholly before or behind the queries, its biases fall with each further key.
+    block_positions = _in_blocks(key_positions, block_size, None)
+    behind = jnp.exp(
+        -jnp.maximum(past, 0.0) * (key_max[:, None] - block_positions).astype(jnp.float32)
+    )
+    ahead = jnp.exp(
+        -jnp.maximum(future, 0.0) * (block_positions - key_min[:, None]).astype(jnp.float32)
+    )
+    count = jnp.where(relative_max <= 0, behind.sum(axis=1), float(block_size))
+    count = jnp.where(relative_min >= 0, ahead.sum(axis=1), count)
+    return score + bias + jnp.log(count)
 
 
-def norm(x: Float[Array, "... H"]) -> Float[Array, "..."]:
-    """No less than the Euclidean norms of rows, float32, infinite where squares overflow."""
-    # Numbers whose squares underflow are counted as the greatest of that kind.
-    lost = (x.shape[-1] * float(jnp.finfo(jnp.float32).tiny)) ** 0.5
-    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1) + lost
+def norm_bound(x: Float[Array, "... H"]) -> Float[Array, "..."]:
+    """Upper bounds of the Euclidean norms of rows, float32; infinite where squares overflow."""
+    # Numbers whose squares underflow count as the greatest such number.
+    underflow = (x.shape[-1] * float(jnp.finfo(jnp.float32).tiny)) ** 0.5
+    return jnp.linalg.norm(x.astype(jnp.float32), axis=-1) + underflow
 
 
-def _bias(
+def _linear_bias(
     past: Float[Array, ""], future: Float[Array, ""], relative: Int[Array, "..."]
 ) -> Float[Array, "..."]:
-    """The linear bias of one head at key minus query."""
+    """The linear bias of one head at `relative`, the key's position minus the query's."""
     return jnp.where(relative > 0, future, past) * (-jnp.abs(relative)).astype(jnp.float32)
 
 
-def _cut(x: Array, block: int, fill: float | bool | None) -> Array:
-    """`[blocks, block]`, filled up with a number, or with the last one of `x`."""
-    padding = (0, -x.shape[0] % block)
+def _in_blocks(x: Array, block_size: int, fill: float | bool | None) -> Array:
+    """`x` as `[blocks, block_size]`, padded with `fill`, or with its last entry for None."""
+    padding = (0, -x.shape[0] % block_size)
     if fill is None:
-        return jnp.pad(x, padding, mode="edge").reshape(-1, block)
-    return jnp.pad(x, padding, constant_values=fill).reshape(-1, block)
+        return jnp.pad(x, padding, mode="edge").reshape(-1, block_size)
+    return jnp.pad(x, padding, constant_values=fill).reshape(-1, block_size)
 
 
-def _range(
-    x: Int[Array, "T"], block: int, padding: int | None = None
+def _block_min_max(
+    x: Int[Array, "T"], block_size: int, padding: int | None = None
 ) -> tuple[Int[Array, "blocks"], Int[Array, "blocks"]]:
-    """The least and the greatest of each block, but for the number that stands for padding."""
-    cut = _cut(x, block, None)
+    """The least and the greatest number of each block, without the number that means padding."""
+    blocks = _in_blocks(x, block_size, None)
     if padding is None:
-        return cut.min(axis=1), cut.max(axis=1)
-    limits, real = jnp.iinfo(jnp.int32), cut != padding
+        return blocks.min(axis=1), blocks.max(axis=1)
+    limits, real = jnp.iinfo(jnp.int32), blocks != padding
     return (
-        jnp.where(real, cut, limits.max).min(axis=1),
-        jnp.where(real, cut, limits.min).max(axis=1),
+        jnp.where(real, blocks, limits.max).min(axis=1),
+        jnp.where(real, blocks, limits.min).max(axis=1),
     )
 
 
-def _leading(x: Bool[Array, "query_blocks key_blocks"]) -> Int[Array, "query_blocks"]:
-    """How many are true before the first that is not."""
+def _count_leading(x: Bool[Array, "query_blocks key_blocks"]) -> Int[Array, "query_blocks"]:
+    """The number of true entries before the first false entry of each row."""
     return jnp.cumprod(x.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)

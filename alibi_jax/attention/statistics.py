@@ -1,4 +1,4 @@
-"""How attention attends: how widely, how far back, and how scores change with the distance."""
+"""Statistics of attention: how widely and how far back it looks, and its scores by distance."""
 
 from typing import Any, NamedTuple
 
@@ -10,18 +10,18 @@ from jaxtyping import Array, Float, Int
 from alibi_jax.attention.blocks import take_block, take_token_block
 from alibi_jax.attention.visibility import Visibility, bias_between, token_metadata
 from alibi_jax.biases import Bias
-from alibi_jax.distributed.sharding import num_shards
 
 # Scores that a device holds at a time: 16 MiB of float32, whatever the length.
-SCORES = 2**22
+MAX_SCORES = 2**22
 
 
 class AttentionStatistics(NamedTuple):
-    """Of the weights p and the scores e of causal self-attention, by row and head, float32.
+    """Statistics of causal self-attention with weights p and scores e, per row and head, float32.
 
-    `entropy`: the mean over queries of -Σ_j p_ij log p_ij, in nats. `distance`: the mean over
-    queries of Σ_j p_ij (i−j), in tokens. `scores[..., n]`: the mean of e_ij, as softmax gets
-    them, over the T−n pairs with i−j = n (Sun et al. 2022, arXiv 2212.10554, equation 11).
+    `entropy` is the mean over queries of -Σ_j p_ij log p_ij, in nats. `distance` is the mean over
+    queries of Σ_j p_ij (i−j), in tokens. `scores[..., n]` is the mean of the scores e_ij, the
+    inputs of the softmax, over the T−n pairs with i−j = n (Sun et al. 2022, arXiv 2212.10554,
+    equation 11).
     """
 
     entropy: Float[Array, "*L B N"]
@@ -36,54 +36,57 @@ def attention_statistics(
     bias: Bias | None,
     query_features: Any = None,
     key_features: Any = None,
+    num_shards: int = 1,
 ) -> AttentionStatistics:
     """Statistics of causal self-attention at positions 0, 1, 2, ...; arguments as `attention`'s.
 
-    In chunks of queries: no device holds many more than `SCORES` scores, or those of one query.
+    `num_shards` is the number of devices over which batch rows and heads are sharded. Queries are
+    processed in chunks, so that a device holds at most about `MAX_SCORES` scores, or those of one
+    query.
     """
     batch, length, num_heads, size = query.shape
-    rows, heads = -(-batch // num_shards("batch")), -(-num_heads // num_shards("heads"))
-    chunk = min(length, max(1, SCORES // (rows * heads * length)))
+    rows_of_scores = -(-batch * num_heads // num_shards)
+    chunk_size = min(length, max(1, MAX_SCORES // (rows_of_scores * length)))
     key = jnp.repeat(key, num_heads // key.shape[2], axis=2)
     queries, keys = token_metadata(Visibility(), length, length, query_features, key_features)
 
-    def add(number: Array, sums: AttentionStatistics) -> AttentionStatistics:
-        own = take_token_block(queries, number, chunk)
-        # A last chunk that would reach past the end is moved back over queries that are counted.
-        new = own.indices >= number * chunk
+    def add_chunk(index: Array, sums: AttentionStatistics) -> AttentionStatistics:
+        chunk = take_token_block(queries, index, chunk_size)
+        # A last chunk that would pass the end is moved back, over queries that are counted already.
+        is_new = chunk.indices >= index * chunk_size
         scores = jnp.einsum(
             "btnh,bsnh->bnts",
-            take_block(query, number, chunk, axis=1),
+            take_block(query, index, chunk_size, axis=1),
             key,
             preferred_element_type=jnp.float32,
         )
         scores *= size**-0.5
-        added = bias_between(bias, own, keys)
-        if added is not None:
-            scores += added.astype(jnp.float32)
-        distance = own.indices[:, None] - keys.indices
+        chunk_bias = bias_between(bias, chunk, keys)
+        if chunk_bias is not None:
+            scores += chunk_bias.astype(jnp.float32)
+        distance = chunk.indices[:, None] - keys.indices
         visible = distance >= 0
         shifted = jnp.where(visible, scores, -jnp.inf)
         shifted -= shifted.max(axis=-1, keepdims=True)
         weights = jnp.exp(shifted)
         total = weights.sum(axis=-1, keepdims=True)
-        # Of terms that are not negative, so that nothing cancels.
+        # -log p, which is never negative, so that nothing cancels in the sum.
         surprise = jnp.where(weights > 0.0, jnp.log(total) - shifted, 0.0)
 
-        def summed(x: Array) -> Array:
+        def sum_of_means(x: Array) -> Array:
             means = (weights * x).sum(axis=-1) / total[..., 0]
-            return jnp.where(new, means, 0.0).sum(axis=-1)
+            return jnp.where(is_new, means, 0.0).sum(axis=-1)
 
-        counted = jnp.where(visible & new[:, None], scores, 0.0)
+        new_scores = jnp.where(visible & is_new[:, None], scores, 0.0)
         return AttentionStatistics(
-            sums.entropy + summed(surprise),
-            sums.distance + summed(distance),
-            sums.scores + _by_distance(counted, own.indices[0]),
+            sums.entropy + sum_of_means(surprise),
+            sums.distance + sum_of_means(distance),
+            sums.scores + _sum_by_distance(new_scores, chunk.indices[0]),
         )
 
     zeros = jnp.zeros((batch, num_heads, length))
-    start = AttentionStatistics(zeros[..., 0], zeros[..., 0], zeros)
-    sums = jax.lax.fori_loop(0, -(-length // chunk), add, start)
+    init = AttentionStatistics(zeros[..., 0], zeros[..., 0], zeros)
+    sums = jax.lax.fori_loop(0, -(-length // chunk_size), add_chunk, init)
     return AttentionStatistics(
         sums.entropy / length,
         sums.distance / length,
@@ -91,12 +94,14 @@ def attention_statistics(
     )
 
 
-def _by_distance(scores: Float[Array, "B N t T"], first: Int[Array, ""]) -> Float[Array, "B N T"]:
-    """Sums of the scores of queries from `first` on over the pairs at each distance."""
+def _sum_by_distance(
+    scores: Float[Array, "B N t T"], first: Int[Array, ""]
+) -> Float[Array, "B N T"]:
+    """Sums of scores over the pairs at each distance; the queries are `first`, `first` + 1, ..."""
     batch, heads, rows, length = scores.shape
     width = rows + length
-    # Keys backwards, and each row moved one place further right than the one before, by reading
-    # rows as one place shorter than they are: then pairs at one distance are a column.
+    # The keys are reversed, and each row is shifted right by one more than the previous row, by
+    # reading the flat array with rows that are one shorter. Then each column is one distance.
     padded = jnp.pad(scores[..., ::-1], ((0, 0), (0, 0), (0, 0), (0, rows)))
     flat = padded.reshape(batch, heads, rows * width)[..., : rows * (width - 1)]
     sums = flat.reshape(batch, heads, rows, width - 1).sum(axis=2)
@@ -106,10 +111,10 @@ def _by_distance(scores: Float[Array, "B N t T"], first: Int[Array, ""]) -> Floa
 
 
 def attention_resolution(scores: Float[np.ndarray, "... T"]) -> Float[np.ndarray, "..."]:
-    """How well attention tells positions apart by s, the mean scores at distances 0 to T−1.
+    """How well attention distinguishes positions; s is the mean scores at distances 0 to T−1.
 
-    Σ e^s[n] (e^s[n] − e^s[n+1]) / (Σ e^s[n])², in float64. There is no s[T]: the numerator ends
-    with the term of T−2, so that scores that are all the same, or one alone, have 0.
+    Σ e^s[n] (e^s[n] − e^s[n+1]) / (Σ e^s[n])², in float64. There is no s[T], so that the numerator
+    ends with the term of T−2. Equal scores, and a single score, have resolution 0.
 
     Sun et al. 2022 (xPos), arXiv 2212.10554, equation 3.
     """

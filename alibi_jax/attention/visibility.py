@@ -1,4 +1,4 @@
-"""Where queries and keys stand, and which of them see each other."""
+"""Which keys each query sees, and the metadata of the tokens of queries and keys."""
 
 import functools
 from typing import Any, NamedTuple
@@ -10,23 +10,29 @@ from alibi_jax.biases import Bias
 
 
 class Visibility(NamedTuple):
-    """Which keys a query sees, and how far away they are; as `attention` has it."""
+    """Which keys each query sees, and how far away they are.
+
+    The fields are the arguments of `attention` of the same names, after its checks.
+    """
 
     causal: bool = True
     window: int | None = None
+    # Index of the first query among the keys.
     offset: int | Int[Array, ""] = 0
-    # None: their indices among the keys.
+    # None: the indices among the keys.
     query_positions: Int[Array, "*#B T"] | None = None
     key_positions: Int[Array, "*#B S"] | None = None
-    # None: all are of one segment.
+    # None: all tokens belong to one segment.
     query_segment_ids: Int[Array, "B T"] | None = None
     key_segment_ids: Int[Array, "B S"] | None = None
+    # None: a mask hides no key.
+    mask: Bool[Array, "#B #N T S"] | None = None
 
 
 class TokenMetadata(NamedTuple):
-    """Of queries or of keys: their indices among the keys, and what their biases ask for.
+    """Metadata of the tokens of queries, or of keys: indices among the keys, and the bias's inputs.
 
-    The last axis of all but the features is the sequence; theirs is the one after the batch.
+    The sequence is axis 1 of the features, and the last axis of the other fields.
     """
 
     indices: Int[Array, "T"]
@@ -36,35 +42,39 @@ class TokenMetadata(NamedTuple):
 
 
 def token_metadata(
-    sight: Visibility, length: int, key_length: int, query_features: Any, key_features: Any
+    visibility: Visibility, length: int, key_length: int, query_features: Any, key_features: Any
 ) -> tuple[TokenMetadata, TokenMetadata]:
-    """Of so many queries and keys."""
-    own = jnp.arange(length, dtype=jnp.int32) + sight.offset
-    keys = jnp.arange(key_length, dtype=jnp.int32)
+    """Metadata of `length` queries and of `key_length` keys."""
+    query_indices = jnp.arange(length, dtype=jnp.int32) + visibility.offset
+    key_indices = jnp.arange(key_length, dtype=jnp.int32)
+    query_positions, key_positions = visibility.query_positions, visibility.key_positions
     return (
         TokenMetadata(
-            own,
-            own if sight.query_positions is None else sight.query_positions,
-            sight.query_segment_ids,
+            query_indices,
+            query_indices if query_positions is None else query_positions,
+            visibility.query_segment_ids,
             query_features,
         ),
         TokenMetadata(
-            keys,
-            keys if sight.key_positions is None else sight.key_positions,
-            sight.key_segment_ids,
+            key_indices,
+            key_indices if key_positions is None else key_positions,
+            visibility.key_segment_ids,
             key_features,
         ),
     )
 
 
 def bias_between(bias: Bias | None, queries: TokenMetadata, keys: TokenMetadata) -> Array | None:
-    """What a function of positions, and of features where there are any, adds to the scores."""
+    """The bias that is added to the scores between queries and keys; None without a bias.
+
+    The function gets both positions, and both features where there are features.
+    """
     if bias is None:
         return None
-    sides: tuple[Any, ...] = (queries.positions, keys.positions)
+    inputs: tuple[Any, ...] = (queries.positions, keys.positions)
     if queries.features is not None:
-        sides += (queries.features, keys.features)
-    return bias(*sides)
+        inputs += (queries.features, keys.features)
+    return bias(*inputs)
 
 
 def visible_pairs(
@@ -75,20 +85,20 @@ def visible_pairs(
     window: int | None,
     num_keys: int | None = None,
 ) -> Bool[Array, "*B T S"] | None:
-    """True where a query sees a key, `[T, S]` or `[B, 1, T, S]`; None where all see all.
+    """True where a query sees a key, `[T, S]` or `[B, 1, T, S]`; None where each query sees all.
 
-    Keys from `num_keys` on are but filled in.
+    Keys with an index of `num_keys` or more are padding. A `Visibility.mask` is not applied here.
     """
-    parts = []
+    conditions = []
     relative = keys.indices - queries.indices[:, None]
     if causal:
-        parts.append(relative <= 0)
+        conditions.append(relative <= 0)
     if window is not None:
-        parts.append(jnp.abs(relative) < window)
+        conditions.append(jnp.abs(relative) < window)
     if num_keys is not None:
-        parts.append(jnp.broadcast_to(keys.indices < num_keys, relative.shape))
+        conditions.append(jnp.broadcast_to(keys.indices < num_keys, relative.shape))
     if queries.segment_ids is not None and keys.segment_ids is not None:
-        ids = queries.segment_ids[..., :, None]
-        same = (ids == keys.segment_ids[..., None, :]) & (ids != 0)
-        parts.append(same[:, None] if same.ndim == 3 else same)
-    return functools.reduce(jnp.logical_and, parts) if parts else None
+        query_ids = queries.segment_ids[..., :, None]
+        same = (query_ids == keys.segment_ids[..., None, :]) & (query_ids != 0)
+        conditions.append(same[:, None] if same.ndim == 3 else same)
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
