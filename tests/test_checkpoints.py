@@ -205,7 +205,7 @@ def test_missing_checkpoints_are_named(trained, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with (
         Checkpoints(tmp_path) as checkpoints,
-        pytest.raises(CheckpointError, match="no whole checkpoint yet"),
+        pytest.raises(CheckpointError, match="no complete checkpoint yet"),
     ):
         checkpoints.check_step(None)
     with Checkpoints(trained[0]) as checkpoints:

@@ -10,7 +10,7 @@ import pytest
 from helpers import layers_of, mesh_of
 
 from alibi_jax.checkpoints import Checkpoints
-from alibi_jax.checkpoints.migrations import FORMAT, dotted, format_2_tree, from_format_2
+from alibi_jax.checkpoints.migrations import FORMAT, dotted_name, format_2_tree, from_format_2
 from alibi_jax.config import from_dict
 from alibi_jax.evaluation import load_run
 from alibi_jax.training.loop import train
@@ -62,7 +62,7 @@ def test_parameters_of_format_2_are_read_alone(data_dir, tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(layers))
 
 
-def test_every_array_finds_its_place(tiny_config):
+def test_every_array_is_converted_to_format_2_and_back(tiny_config):
     config = tiny_config(
         {"model.position": "alibi,kerple_log", "model.num_layers": 5, "model.width": 128}
         | {"model.tied_embeddings": False, "optimizer.name": "adafactor"}
@@ -79,7 +79,7 @@ def test_every_array_finds_its_place(tiny_config):
     optimizer = jax.tree.map(drawn, wanted.optimizer)
     for now, abstract in ((params, wanted.params), (optimizer, wanted.optimizer)):
         then = as_in_format_2(now)
-        shapes = {dotted(path): x.shape for path, x in jax.tree.leaves_with_path(then)}
+        shapes = {dotted_name(path): x.shape for path, x in jax.tree.leaves_with_path(then)}
         before = format_2_tree(abstract, shapes, 5)
         assert jax.tree.map(lambda x: x.shape, before) == jax.tree.map(lambda x: x.shape, then)
         placed = jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), then, before)

@@ -1,4 +1,4 @@
-"""Orbax checkpoints, and how those of earlier versions are read."""
+"""Orbax checkpoints, and the conversion of checkpoints that earlier versions wrote."""
 
 from alibi_jax.checkpoints.migrations import FORMAT
 from alibi_jax.checkpoints.store import CheckpointError, Checkpoints, Metadata

@@ -1,7 +1,7 @@
-"""Checkpoints of earlier versions, brought into the form that parameters have now.
+"""Converts checkpoints of earlier versions to the current layout of parameters.
 
-Up to format 2 each layer had parameters of its own, numbered through the depth; the tables of
-tokens stood beside the layers and had a row a token and no more.
+Up to format 2 each layer had its own parameters, under the layer's number. The token tables were
+beside the layers, not under "vocabulary", and had exactly one row per token (docs/formats.md).
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from alibi_jax.model.layer_stack import AXIS
 
-# Raised when older code could no longer read what is written.
+# Raised when older code can no longer read a new checkpoint.
 FORMAT = 3
 
 
 def upgraded_config(values: dict[str, Any], version: int) -> dict[str, Any]:
-    """The configuration in a checkpoint's metadata, in today's terms."""
+    """The configuration from a checkpoint's metadata, with the current keys."""
     if version >= 3:
         return values
     remat = "full" if values["model"].get("remat") else "none"
@@ -24,77 +24,79 @@ def upgraded_config(values: dict[str, Any], version: int) -> dict[str, Any]:
 
 
 def format_2_tree(wanted: Any, shapes: dict[str, tuple[int, ...]], num_layers: int) -> Any:
-    """What a checkpoint of format 2 has in place of `wanted`, parameters or optimizer state.
+    """The layout in format 2 of `wanted`, which is the current layout.
 
-    Of ShapeDtypeStructs, placed as `wanted` is; `shapes` are those saved, by dotted names.
+    Both are trees of ShapeDtypeStructs, of parameters or of optimizer state, with the same
+    sharding. `shapes` gives the saved shapes by dotted names.
     """
 
-    def before(prefix: Any, params: Any) -> Any:
+    def to_format_2(prefix: Any, params: Any) -> Any:
         rest = dict(params)
         stacks, tables = rest.pop(AXIS)["stacks"], rest.pop("vocabulary")
         period = len(stacks)
         layers = {number: stacks[number % period] for number in range(num_layers)}
 
-        def shaped(path: Any, leaf: Any) -> Any:
-            name = dotted((*prefix, *path))
+        def saved_struct(path: Any, leaf: Any) -> Any:
+            name = dotted_name((*prefix, *path))
             shape, spec = shapes.get(name, ()), leaf.sharding.spec
             stacked = len(path) > 1 and path[0].key == AXIS
             depth = -(-(num_layers - path[1].key % period) // period) if stacked else 0
             if stacked and shape == leaf.shape[1:] and depth == leaf.shape[0]:
                 spec = spec[1:]
             elif path[0].key in tables and shape[1:] == leaf.shape[1:]:
-                # A table without the rows that no token has may divide by no number of devices.
+                # Without padding rows, the table may not divide evenly over the devices.
                 spec = (None, *spec[1:])
             else:
-                # As it is; or it does not fit, and is refused for that.
+                # Either unchanged, or a shape that does not fit, which `Checkpoints` then refuses.
                 shape = leaf.shape
-            placement = jax.NamedSharding(leaf.sharding.mesh, jax.P(*spec))
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placement)
+            sharding = jax.NamedSharding(leaf.sharding.mesh, jax.P(*spec))
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-        return jax.tree.map_with_path(shaped, rest | tables | {AXIS: layers})
+        return jax.tree.map_with_path(saved_struct, rest | tables | {AXIS: layers})
 
     return jax.tree.map_with_path(
-        lambda path, node: before(path, node) if _is_params(node) else node,
+        lambda path, node: to_format_2(path, node) if _is_params(node) else node,
         wanted,
         is_leaf=_is_params,
     )
 
 
 def from_format_2(saved: Any, wanted: Any) -> Any:
-    """The arrays of a tree of `format_2_tree`, as `wanted` has them."""
+    """Converts arrays in the layout of `format_2_tree` to the layout of `wanted`."""
 
-    def together(params: Any, now: Any) -> Any:
+    def stack_layers(params: Any, current: Any) -> Any:
         rest = dict(params)
-        layers, period = rest.pop(AXIS), len(now[AXIS]["stacks"])
+        layers, period = rest.pop(AXIS), len(current[AXIS]["stacks"])
         stacks = {
-            place: jax.tree.map(
-                # What belongs to the parameter as a whole is of no layer.
-                lambda leaf, *each: jnp.stack(each) if each[0].shape != leaf.shape else each[0],
-                now[AXIS]["stacks"][place],
-                *(layers[number] for number in range(place, len(layers), period)),
+            index: jax.tree.map(
+                # An optimizer's placeholder for a parameter has the same shape in both formats.
+                lambda leaf, *xs: jnp.stack(xs) if xs[0].shape != leaf.shape else xs[0],
+                current[AXIS]["stacks"][index],
+                *(layers[number] for number in range(index, len(layers), period)),
             )
-            for place in range(period)
+            for index in range(period)
         }
         padded = jax.tree.map(
             lambda leaf, x: jnp.pad(x, [(0, m - n) for m, n in zip(leaf.shape, x.shape)]),
-            now["vocabulary"],
-            {name: rest.pop(name) for name in now["vocabulary"]},
+            current["vocabulary"],
+            {name: rest.pop(name) for name in current["vocabulary"]},
         )
         return rest | {AXIS: {"stacks": stacks}, "vocabulary": padded}
 
-    def one(now: Any, then: Any) -> Any:
-        return together(then, now) if _is_params(now) else then
+    def convert_node(current: Any, saved: Any) -> Any:
+        return stack_layers(saved, current) if _is_params(current) else saved
 
-    placement = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
     convert = jax.jit(
-        lambda saved: jax.tree.map(one, wanted, saved, is_leaf=_is_params), out_shardings=placement
+        lambda saved: jax.tree.map(convert_node, wanted, saved, is_leaf=_is_params),
+        out_shardings=shardings,
     )
     return convert(saved)
 
 
-def dotted(path: Any) -> str:
-    """A leaf's name."""
-    # Orbax's metadata calls every node's key a string or an index; only the names matter.
+def dotted_name(path: Any) -> str:
+    """The name of a leaf: the keys of its path, joined by dots."""
+    # Orbax's metadata has other key types than the trees of parameters; only the names matter.
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
 

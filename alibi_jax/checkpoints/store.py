@@ -1,4 +1,4 @@
-"""Orbax checkpoints: parameters, optimizer state and metadata, each readable alone."""
+"""Orbax checkpoints: parameters, optimizer state and metadata, each readable by itself."""
 
 import dataclasses
 import pathlib
@@ -9,7 +9,7 @@ from orbax.checkpoint import v1 as ocp
 
 from alibi_jax.checkpoints.migrations import (
     FORMAT,
-    dotted,
+    dotted_name,
     format_2_tree,
     from_format_2,
     upgraded_config,
@@ -18,16 +18,16 @@ from alibi_jax.config import Checkpoint
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing or does not fit: names the place and the remedy."""
+    """A checkpoint that is missing or does not fit: the message names the path and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """What a checkpoint says of itself besides its arrays, all of it JSON."""
+    """The JSON values that a checkpoint holds beside its arrays (docs/formats.md)."""
 
     step: int
     config: dict[str, Any]
-    text: str  # The fingerprint of the training split.
+    text: str  # Fingerprint of the training split.
     tokenizer: dict[str, Any]
     vocab_size: int
     provenance: dict[str, Any]
@@ -37,24 +37,29 @@ class Metadata:
 class Checkpoints:
     """The checkpoints of one run, under `<workdir>/checkpoints`; a context manager.
 
-    Saves are asynchronous and appear whole or not at all. Leaving the context waits for the
-    last one. All processes make all calls.
+    Saves are asynchronous, and a checkpoint appears only when it is complete. Leaving the context
+    waits for the last save. Every process must make the same calls.
     """
 
-    def __init__(self, workdir: pathlib.Path, rules: Checkpoint | None = None):
-        """With `rules` for saving; without, for reading, which makes no folder."""
+    def __init__(self, workdir: pathlib.Path, config: Checkpoint | None = None):
+        """Opens a run's checkpoints: for saving with the section `checkpoint`, else for reading.
+
+        Opening for reading creates no folder, and raises CheckpointError if there is none.
+        """
         self.path = workdir.absolute() / "checkpoints"
-        if rules is None and not self.path.is_dir():
+        if config is None and not self.path.is_dir():
             raise CheckpointError(f"{workdir}: no checkpoints here; train.py --workdir={workdir}")
-        keep = ocp.training.preservation_policies
-        policies: list[Any] = [keep.LatestN(rules.keep)] if rules else [keep.PreserveAll()]
-        if rules and rules.keep_every:
-            policies.append(keep.EveryNSteps(rules.keep_every))
+        preservation = ocp.training.preservation_policies
+        policies: list[Any] = [
+            preservation.LatestN(config.keep) if config else preservation.PreserveAll()
+        ]
+        if config and config.keep_every:
+            policies.append(preservation.EveryNSteps(config.keep_every))
         self._checkpointer = ocp.training.Checkpointer(
             self.path,
-            # When to save is the training loop's to say, each time it asks.
+            # The training loop decides when to save: every call to `save` does.
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=keep.AnyPreservationPolicy(policies),
+            preservation_policy=preservation.AnyPreservationPolicy(policies),
         )
         self._saving: Any = None
 
@@ -68,21 +73,21 @@ class Checkpoints:
             self._checkpointer.close()
 
     def latest_step(self) -> int | None:
-        """The last whole checkpoint's step; None where there is none yet."""
+        """The step of the latest complete checkpoint; None if there is none yet."""
         latest = self._checkpointer.latest
         return None if latest is None else latest.step
 
     def check_step(self, step: int | None) -> int:
-        """That step, or the latest. Raises CheckpointError where it is not there."""
+        """Returns `step`, or the latest step for None. Raises CheckpointError if there is none."""
         steps = [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
         if not steps:
-            raise CheckpointError(f"{self.path}: no whole checkpoint yet; train first")
+            raise CheckpointError(f"{self.path}: no complete checkpoint yet; train first")
         if step is not None and step not in steps:
             raise CheckpointError(f"--step={step}: {self.path} has steps {sorted(steps)}")
         return max(steps) if step is None else step
 
     def save(self, params: Any, optimizer: Any, metadata: Metadata) -> None:
-        """Begins to save; raises here if the save before it failed."""
+        """Starts a save. Raises the error of the previous save, if that failed."""
         self.wait()
         self._saving = self._checkpointer.save_checkpointables_async(
             metadata.step,
@@ -91,13 +96,17 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Until the save under way is whole."""
+        """Waits until the running save is complete."""
         if self._saving is not None:
             self._saving.result()
             self._saving = None
 
     def metadata(self, step: int) -> Metadata:
-        """What the checkpoint of that step says of itself."""
+        """The metadata of the checkpoint of `step`, with the current configuration keys.
+
+        Raises:
+            CheckpointError: for a format that this version cannot read.
+        """
         values = self._checkpointer.metadata(step).custom_metadata
         if not values or values.get("format", FORMAT + 1) > FORMAT:
             raise CheckpointError(
@@ -106,16 +115,16 @@ class Checkpoints:
             )
         if values["format"] == 1 and values["config"]["model"]["position"] in ("learned", "t5"):
             raise CheckpointError(
-                f"{self.path}/{step} was written by an earlier version, which kept its table of "
+                f"{self.path}/{step} was written by an earlier version, which stored the table of "
                 "positions elsewhere: read it with that version, or train anew"
             )
         return Metadata(**values | {"config": upgraded_config(values["config"], values["format"])})
 
     def restore(self, step: int, **abstract: Any) -> dict[str, Any]:
-        """The named items (`params`, `optimizer`) of that step, placed as the abstract trees say.
+        """Reads items (`params`, `optimizer`) of a step, with the shardings of the abstract trees.
 
         Raises:
-            CheckpointError: where the saved shapes or names differ, naming the first.
+            CheckpointError: if the saved names or shapes differ; the message names the first.
         """
         saved = self._checkpointer.checkpointables_metadata(step).metadata
         for item in abstract:
@@ -124,31 +133,32 @@ class Checkpoints:
                     f"{self.path}/{step} has no {item}: it is damaged; take an earlier step, or "
                     "train anew"
                 )
-        written, trees = self.metadata(step), abstract
-        if written.format < 3:
-            num_layers = written.config["model"]["num_layers"]
+        metadata, trees = self.metadata(step), abstract
+        if metadata.format < 3:
+            num_layers = metadata.config["model"]["num_layers"]
             trees = {
                 item: format_2_tree(tree, _shapes(saved[item]), num_layers)
                 for item, tree in abstract.items()
             }
         for item, tree in trees.items():
-            self._check_same(f"{self.path}/{step}/{item}", saved[item], tree)
+            self._check_shapes(f"{self.path}/{step}/{item}", saved[item], tree)
         loaded = self._checkpointer.load_checkpointables(step, trees)
         return loaded if trees is abstract else from_format_2(loaded, abstract)
 
     @staticmethod
-    def _check_same(where: str, saved: Any, wanted: Any) -> None:
+    def _check_shapes(path: str, saved: Any, wanted: Any) -> None:
         # Orbax's own message for this names every handler but not the parameter.
-        there, here = _shapes(saved), _shapes(wanted)
-        for name in [*there, *here]:
-            if there.get(name) != here.get(name):
+        saved_shapes, wanted_shapes = _shapes(saved), _shapes(wanted)
+        for name in [*saved_shapes, *wanted_shapes]:
+            if saved_shapes.get(name) != wanted_shapes.get(name):
                 raise CheckpointError(
-                    f"{where}: {name} has shape {there.get(name, 'none')}, and this "
-                    f"configuration needs {here.get(name, 'none')}: use the configuration it was "
-                    "trained with, or another workdir"
+                    f"{path}: {name} has shape {saved_shapes.get(name, 'none')}, and this "
+                    f"configuration needs {wanted_shapes.get(name, 'none')}: use the configuration "
+                    "that it was trained with, or another workdir"
                 )
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a tree's leaves by their dotted names."""
     leaves, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))
-    return {dotted(path): tuple(leaf.shape) for path, leaf in leaves}
+    return {dotted_name(path): tuple(leaf.shape) for path, leaf in leaves}
