@@ -366,6 +366,6 @@ def test_a_plan_on_the_command_line(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("plan for cpu:4: data 2 x fsdp 2 x context 1 x tensor 1\n")
-    assert "data that each device sends in a step" in done.stdout
+    assert "what each device sends in a step (read from the compiled program)" in done.stdout
     assert "all-gather         among    2" in done.stdout
     assert not list(tmp_path.iterdir())

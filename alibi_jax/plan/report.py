@@ -64,11 +64,10 @@ def report(
         f"tokens), attention {_format_tera(flops.attention)}, recomputation "
         f"{_format_tera(flops.recomputed)}",
         "",
-        "data that each device sends in a step, by the number of devices that exchange it (read "
-        "from the compiled program)",
+        "what each device sends in a step (read from the compiled program)",
     ]
     lines += [
-        f"  {kind:<18} among {group:>4}: {times:>5} times, {num_bytes / 1e9:>8.3f} GB"
+        f"  {kind:<18} among {group:>4} devices: {times:>5} times, {num_bytes / 1e9:>8.3f} GB"
         for (kind, group), (times, num_bytes) in by_kind(list(program.exchanges)).items()
     ] or ["  nothing"]
     if estimate is not None and target.device is not None:
