@@ -1,9 +1,10 @@
-"""A serious small run: one GPU, or an hour of two CPU cores.
+"""A small but serious run, for one GPU or for an hour on two CPU cores.
 
     python train.py --config=configs/sotu.py && python eval.py --workdir=runs/sotu
 
-16.4 million tokens, one and a half epochs. On two cores of an Intel Xeon it trains at 5,200
-tokens/s, so 53 minutes; it has not been run to its end yet, so no score is given.
+It trains on 16.4 million tokens, which are one and a half epochs. Two cores of an Intel Xeon reach
+5,200 tokens/s, so the run takes 53 minutes. It has not been run to its end yet, so there is no
+expected perplexity.
 """
 
 from alibi_jax.config import Config

@@ -1,4 +1,4 @@
-"""The configurations: what they come to, without memory for it."""
+"""The configurations, checked without allocating their parameters."""
 
 import pathlib
 import runpy
@@ -13,7 +13,8 @@ from alibi_jax.training.optimizers import make_schedule
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 LENGTHS = [64, 128, 256, 512, 1024, 1536, 2048, 3072]
-# WikiText-103's, and as fairseq has it: with three more special tokens, and in eights.
+# Vocabulary sizes of WikiText-103, and in fairseq: with three more special tokens, and padded to a
+# multiple of 8.
 WORDS, FAIRSEQ_WORDS = 267_735, 267_744
 
 
@@ -33,17 +34,17 @@ def size(tree):
 
 
 def unused_rows(params, rows):
-    """Parameters in rows that fill tables up to a multiple and are no token's."""
+    """Parameters in the rows that only pad the tables and belong to no token."""
     tables = params["vocabulary"]["tables"]
     return sum((table.shape[0] - n) * table.shape[1] for table, n in zip(tables.values(), rows))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.py")), ids=lambda path: path.stem)
-def test_every_configuration_can_be_meant(path):
+def test_every_configuration_is_valid(path):
     assert isinstance(config_of(path.relative_to(CONFIGS)), Config)
 
 
-# As the fork's command has it, and fairseq's transformer_lm_wiki103.
+# The options of the paper's training command and of fairseq's transformer_lm_wiki103.
 WIKITEXT103 = {
     "data.dataset": "wikitext",
     "data.tokenizer": "words",
@@ -76,10 +77,10 @@ WIKITEXT103 = {
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_wikitext103_is_the_papers_at_every_length(length):
+def test_wikitext103_has_the_papers_options_at_every_length(length):
     config = config_of("paper/wikitext103.py", str(length))
     assert flatten(config).items() >= (WIKITEXT103 | {"train.length": length}).items()
-    # Whole windows of at most 9,216 tokens on each of 8 GPUs: of 2,048 there are four.
+    # Each of 8 GPUs has whole windows of at most 9,216 tokens together: four windows of 2,048.
     expected = 8 * 4 * 2048 if length == 2048 else 8 * 9216
     assert config.train.batch_size * length == expected
 
@@ -88,13 +89,13 @@ def test_wikitext103_is_the_papers_at_every_length(length):
     ("name", "length"),
     [("wikitext103", x) for x in ("0", "", "abc", "9217", "²")] + [("large", "0"), ("large", "3")],
 )
-def test_a_training_length_that_cannot_be_meant_is_refused(name, length):
+def test_an_invalid_training_length_is_refused(name, length):
     with pytest.raises(ConfigError, match=f"'{length}' is no training length"):
         config_of(f"paper/{name}.py", length)
 
 
-def test_projections_begin_as_fairseqs():
-    """Its MultiheadAttention and the default of torch.nn.Linear, by their standard deviations."""
+def test_projections_are_initialized_as_in_fairseq():
+    """The standard deviations of fairseq's MultiheadAttention and of torch.nn.Linear's default."""
     config = config_of("paper/wikitext103.py")
     config.model.num_layers = 1
     params = jax.jit(lambda key: initial_params(config, 70_000, key))(jax.random.key(0))
@@ -109,32 +110,33 @@ def test_projections_begin_as_fairseqs():
         "down": (third / 64, third / 64),
     }
     for name, (kernel, bias) in expected.items():
-        one = layer["ff" if name in ("up", "down") else "attention"][name]
-        assert float(one["kernel"].std()) == pytest.approx(kernel, rel=0.01)
-        assert float(one["bias"].std()) == pytest.approx(bias, rel=0.1)
+        projection = layer["ff" if name in ("up", "down") else "attention"][name]
+        assert float(projection["kernel"].std()) == pytest.approx(kernel, rel=0.01)
+        assert float(projection["bias"].std()) == pytest.approx(bias, rel=0.1)
 
 
 def test_wikitext103_has_the_parameters_of_the_papers_model():
-    """By hand, as fairseq's transformer_lm_wiki103 has them."""
+    """Counted by hand from fairseq's transformer_lm_wiki103."""
     layer = 4 * (1024 * 1024 + 1024) + 1024 * 4096 + 4096 + 4096 * 1024 + 1024 + 2 * 2 * 1024
     projections = 1024 * (1024 + 256 + 64)
 
-    def model(words):
+    def num_params(words):
         tables = 20_000 * 1024 + 40_000 * 256 + (words - 60_000) * 64
         return 16 * layer + tables + projections + 2 * 1024
 
-    assert model(FAIRSEQ_WORDS) == 246_933_504
+    assert num_params(FAIRSEQ_WORDS) == 246_933_504
     config = config_of("paper/wikitext103.py")
     for words in (WORDS, FAIRSEQ_WORDS):
         params = shapes(config, words)
         unused = unused_rows(params, (20_002, 40_000, words - 60_000))
-        assert size(params) - unused == model(words)
+        assert size(params) - unused == num_params(words)
         assert size(params) == 247_046_144
 
 
-# What each adds to the model of ALiBi, which has none: a table of 32 buckets for all layers, or of
-# the training length; for each layer a rotated projection with two biases, gates, small networks.
-OWN = {"t5": 32 * 8, "learned": 512 * 1024, "alibi_learned": 8}
+# Parameters that a position method adds to the model; ALiBi adds none. T5 adds one table of 32
+# buckets for all layers, learned positions a table of the training length. Other methods add
+# parameters to each layer: a projection of sinusoids with two biases, gates, or small networks.
+ADDED_PARAMETERS = {"t5": 32 * 8, "learned": 512 * 1024, "alibi_learned": 8}
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -144,8 +146,8 @@ def test_wikitext103_of_every_position_method(position):
     config.model.position = position
     config.check()
     added = size(shapes(config, WORDS)) - alibi
-    if position in OWN:
-        assert added == OWN[position]
+    if position in ADDED_PARAMETERS:
+        assert added == ADDED_PARAMETERS[position]
     elif position in ("transformer_xl", "kerple_log", "kerple_power", "fire", "fox"):
         assert added > 0
         assert added % 16 == 0
@@ -153,8 +155,8 @@ def test_wikitext103_of_every_position_method(position):
         assert added == 0
 
 
-def test_the_learning_rate_is_fairseqs():
-    """Its cosine schedule; but warm-up is a step ahead, for fairseq's first has a rate of 1e-7."""
+def test_the_learning_rate_follows_fairseqs_cosine_schedule():
+    """Warm-up is one step ahead, because the rate of fairseq's first step is 1e-7."""
     optimizer = config_of("paper/wikitext103.py").optimizer
     schedule = make_schedule(optimizer, 286_000)
     assert float(schedule(0)) == pytest.approx(1 / 16_001, abs=1e-6)

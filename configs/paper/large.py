@@ -1,17 +1,19 @@
-"""The paper's 1.3B-parameter model, for the training length after the colon.
+"""The paper's 1.3B-parameter model. The training length follows the colon.
 
 python train.py --config=configs/paper/large.py:1024 --config.data.path=path/to/texts
 """
 
 from alibi_jax.config import Config, ConfigError
 
-# Tokens an update.
+# Tokens per update.
 TOKENS = 2_097_152
 
 
 def get_config(length: str = "1024") -> Config:
     if not length.isdecimal() or not int(length) or TOKENS % int(length):
-        raise ConfigError(f"{length!r} is no training length that divides {TOKENS}: give :1024")
+        raise ConfigError(
+            f"{length!r} is no training length that divides {TOKENS}: give one such as :1024"
+        )
     config = Config()
     config.data.dataset = "text"
     config.data.path = "texts"

@@ -1,53 +1,61 @@
-"""WikiText-103 as in the paper, for the training length after the colon: 247M parameters.
+"""The paper's 247M-parameter model for WikiText-103. The training length follows the colon.
 
     python train.py --config=configs/paper/wikitext103.py:512 --config.data.path=path/to/wikitext
 
-Lengths of the paper: 64, 128, 256, 512, 1024, 1536, 2048, 3072; the other methods with
-`--config.model.position`. Press et al. 2021, tables 2 to 5, validation perplexity in windows that
-do not overlap, ALiBi trained at 512: 19.73 at 512, 18.40 at 3072. It has not been trained here.
+The paper trains at the lengths 64, 128, 256, 512, 1024, 1536, 2048 and 3072.
+`--config.model.position` selects other position methods. Press et al. 2021, tables 2 to 5, give the
+validation perplexity in windows that do not overlap: for ALiBi trained at 512, 19.73 at 512 and
+18.40 at 3072. This configuration has not been trained here.
 
-The model is fairseq's transformer_lm_wiki103 with the paper's command. Without rows that only fill
-tables up it has 246,932,928 parameters; fairseq's, of 9 words more, which stand for nothing, has
-246,933,504. What differs: activations are bfloat16, not float16; the learning rate warms up a step
-earlier; batches are windows in an order drawn anew each epoch; the sinusoids of
-`position=sinusoidal` alternate and begin at position 0, fairseq's are in halves and begin at 2.
+The model is fairseq's transformer_lm_wiki103 with the options of the paper's command. Without the
+rows that only pad its tables, it has 246,932,928 parameters. fairseq's model has 246,933,504: its
+vocabulary has 9 more entries, for special tokens and padding. The differences from fairseq are:
 
-Planned, an estimate for each, with `--plan=v4:4x4x4 --config.mesh.data=1 --config.mesh.fsdp=16
---config.mesh.tensor=4`, a v4-128; the best of seven meshes that `--plan=v4:4x4x4,search` tried:
+- Activations are bfloat16 instead of float16.
+- The warm-up of the learning rate is one step ahead.
+- Batches are windows in an order that is drawn anew in each epoch.
+- With `position=sinusoidal`, sines and cosines alternate and positions begin at 0. In fairseq,
+  sines fill one half and cosines the other, and positions begin at 2.
 
-    memory of one device (compiled for it in 131 s)
+Below are parts of two plans, whose times are estimates. The first is for a v4-128, with
+`--plan=v4:4x4x4 --config.mesh.data=1 --config.mesh.fsdp=16 --config.mesh.tensor=4`: the best of the
+seven meshes that `--plan=v4:4x4x4,search` compiled.
+
+    memory of one device (from the compiler, which took 131 s)
       parameters, float32                                    0.015 GiB
       optimizer state, sgd                                   0.015 GiB
-      temporaries in training                                2.476 GiB
-      all together, at most                                  2.506 GiB
+      temporary arrays in training                           2.476 GiB
+      peak                                                   2.506 GiB
       fits: 8% of the 32 GiB of a TPU v4
-    a step on all devices (counted from the configuration)
-      products 98.9 TFLOP (90% of 6 x parameters x tokens), attention 3.72, computed again 3.02
-    ESTIMATE of a step, each part at its peak
-      products 6.0 ms, memory 9.8 ms, network 35.0 ms
-      all at the same time: 35.0 ms, MFU 17%, 0.12 days for 286,000 steps
+    TFLOP of a step on all devices (counted from the configuration)
+      matrix products 98.9 (90% of 6 x parameters x tokens), attention 3.72, recomputation 3.02
+    ESTIMATE of the time of a step, each part at its peak
+      compute 6.0 ms, memory 9.8 ms, network 35.0 ms
+      all three at the same time: 35.0 ms, MFU 17%, 0.12 days for 286,000 steps
       one after the other: 50.8 ms, MFU 11%, 0.17 days for 286,000 steps
 
-and with `--plan=v5e:16x16 --config.mesh.data=8 --config.mesh.fsdp=2 --config.mesh.context=4
---config.mesh.tensor=4`, where each device has but 288 tokens of a step: too few for so many.
+The second is for a v5e-256, with `--plan=v5e:16x16 --config.mesh.data=8 --config.mesh.fsdp=2
+--config.mesh.context=4 --config.mesh.tensor=4`. Each device has only 288 tokens of a step, which is
+too few to use 256 devices well.
 
-    memory of one device (compiled for it in 148 s)
+    memory of one device (from the compiler, which took 148 s)
       parameters, float32                                    0.117 GiB
       optimizer state, sgd                                   0.117 GiB
-      temporaries in training                                1.024 GiB
-      all together, at most                                  1.259 GiB
+      temporary arrays in training                           1.024 GiB
+      peak                                                   1.259 GiB
       fits: 8% of the 16 GiB of a TPU v5e
-    ESTIMATE of a step, each part at its peak
-      products 2.1 ms, memory 4.8 ms, network 22.0 ms
-      all at the same time: 22.0 ms, MFU 9%, 0.07 days for 286,000 steps
+    ESTIMATE of the time of a step, each part at its peak
+      compute 2.1 ms, memory 4.8 ms, network 22.0 ms
+      all three at the same time: 22.0 ms, MFU 9%, 0.07 days for 286,000 steps
       one after the other: 28.9 ms, MFU 7%, 0.10 days for 286,000 steps
 
-(6 x parameters x tokens counts the tables of rare words for every token, which few tokens use.)
+The matrix products are only 90% of 6 x parameters x tokens, because that product counts the tables
+of rare words for every token, although few tokens use them.
 """
 
 from alibi_jax.config import Config, ConfigError
 
-# As many whole windows as have at most so many tokens, on each of 8 GPUs.
+# Each of 8 GPUs has as many whole windows as fit into this number of tokens.
 TOKENS, GPUS = 9216, 8
 
 
@@ -58,7 +66,7 @@ def get_config(length: str = "512") -> Config:
     config.data.dataset = "wikitext"
     config.data.path = "wikitext-103"
     config.data.tokenizer = "words"
-    # Its words with the end of a line, for plans.
+    # The number of its words, with the end of a line; only plans use it.
     config.data.vocab_size = 267_735
     config.model.position = "alibi"
     config.model.num_layers = 16
