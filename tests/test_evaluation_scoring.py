@@ -45,7 +45,7 @@ def stream(num_tokens, seed=0):
 
 @functools.cache
 def make_scorer(batch_tokens, devices=1, **kind):
-    """(scorer, a function that places parameters); kept, since most of a test is compiling."""
+    """(scorer, a function that places parameters); cached, since compiling takes long."""
     mesh = mesh_of(devices, 1, 1, 1)
     graphdef, abstract = abstract_model(tiny(**kind), VOCAB, mesh)
 

@@ -101,7 +101,7 @@ def evaluate(
 class TextCache:
     """The text of each run and the sample of its targets.
 
-    Runs with the same split and the same tokenizer share one text and one sample.
+    Runs with the same documents and the same tokenizer share one text and one sample.
     """
 
     def __init__(self, options: EvaluationOptions, lengths: list[int]):
