@@ -1,4 +1,4 @@
-"""Real processes: killed, stopped, and two of them as one run."""
+"""Runs in real processes: killed ones, stopped ones, and several processes as one run."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ QUICK_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 @pytest.fixture(scope="module")
 def launch():
-    """Starts `train.py` or `eval.py`; whatever still runs in the end is killed."""
+    """A function that starts `train.py` or `eval.py`; processes left at the end are killed."""
     running = []
 
     def start(program, *flags, devices, environment=QUICK_COMPILE):
@@ -62,7 +62,7 @@ def train_flags(config, workdir):
 
 
 def finish(process, code=0):
-    """What a process printed, (output, errors), once it has exited with that code."""
+    """Waits for a process, checks its exit code, and returns its (output, errors)."""
     output, errors = process.communicate(timeout=300)
     assert process.returncode == code, errors[-3000:]
     return output, errors
@@ -71,8 +71,10 @@ def finish(process, code=0):
 def lines(workdir):
     """The lines of metrics.jsonl so far, without the throughput."""
     path = workdir / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    return [{k: v for k, v in json.loads(x).items() if k not in THROUGHPUT_METRICS} for x in whole]
+    complete = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return [
+        {k: v for k, v in json.loads(x).items() if k not in THROUGHPUT_METRICS} for x in complete
+    ]
 
 
 def losses(workdir):
@@ -80,25 +82,25 @@ def losses(workdir):
 
 
 def saved_state(config, workdir, step=None):
-    """(step, all that its checkpoint holds); the latest one, unless told."""
+    """(step, contents of its checkpoint); by default of the latest step."""
     trainer = Trainer(config, 256, mesh_of(1, 1, 1, 1))
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.check_step(step)
         return step, checkpoints.restore(step, **trainer.abstract_state._asdict())
 
 
-def wait_for(happened, process):
-    while not happened():
+def wait_for(condition, process):
+    while not condition():
         assert process.poll() is None, process.communicate()[1][-3000:]
         time.sleep(0.001)
 
 
-# One process that is stopped in the middle.
+# A single process that is stopped during training.
 
 
 @pytest.fixture(scope="module")
 def run_config(tiny_config):
-    """With all that a step draws at random."""
+    """A run whose steps draw random numbers of every kind."""
     return tiny_config(
         {"train.steps": STEPS, "train.accumulation": 2, "model.dropout": 0.1}
         | {"model.attention_dropout": 0.1, "model.activation_dropout": 0.1}
@@ -107,7 +109,7 @@ def run_config(tiny_config):
 
 @pytest.fixture(scope="module")
 def train_as_users_do(launch, run_config):
-    """Starts `train.py` into a workdir, fully optimised."""
+    """A function that starts `train.py` with XLA's usual optimisations."""
 
     def start(workdir, *changes):
         flags = [*train_flags(run_config, workdir), *changes]
@@ -118,7 +120,7 @@ def train_as_users_do(launch, run_config):
 
 @pytest.fixture(scope="module")
 def undisturbed(train_as_users_do, tmp_path_factory):
-    """The workdir of a run that nothing stopped."""
+    """The workdir of a run without interruption."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     finish(train_as_users_do(workdir))
     return workdir
@@ -131,21 +133,21 @@ def kill_at_a_step(process, workdir):
 
 
 def kill_in_the_middle_of_a_save(process, workdir):
-    """Not of the first: one that is whole lies beside it."""
+    """Kills a run during a save that is not its first, so that a complete checkpoint exists."""
 
     def names():
         return [path.name for path in (workdir / "checkpoints").glob("*")]
 
     def saving():
-        # Stopped first, so that the save cannot end between the look and the kill.
+        # Stopped first, so that the save cannot end between this check and the kill.
         if len(names()) < 2 or all(name.isdigit() for name in names()):
             return False
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        caught = any(not name.isdigit() for name in names())
-        if not caught:
+        still_saving = any(not name.isdigit() for name in names())
+        if not still_saving:
             process.send_signal(signal.SIGCONT)
-        return caught
+        return still_saving
 
     wait_for(saving, process)
     process.kill()
@@ -165,7 +167,7 @@ def terminate(process, workdir):
 
 
 @pytest.mark.parametrize("stop", [kill_at_a_step, kill_in_the_middle_of_a_save, terminate])
-def test_g5_the_same_command_goes_on_as_if_never_stopped(
+def test_g5_the_same_command_resumes_as_if_never_stopped(
     train_as_users_do, run_config, undisturbed, tmp_path, stop
 ):
     changes = ["--config.checkpoint.every=9"] if stop is terminate else []
@@ -175,12 +177,12 @@ def test_g5_the_same_command_goes_on_as_if_never_stopped(
     assert lines(tmp_path) == lines(undisturbed)
     assert [line["step"] for line in lines(tmp_path)] == [*range(1, STEPS + 1)]
     assert_same_arrays(saved_state(run_config, tmp_path), saved_state(run_config, undisturbed))
-    # Nothing half-written is left either.
+    # No partial checkpoint is left.
     names = [sorted(os.listdir(workdir / "checkpoints")) for workdir in (tmp_path, undisturbed)]
     assert names == [["35", "40"], ["35", "40"]]
 
 
-def test_a_finished_run_says_so_and_changes_nothing(train_as_users_do, undisturbed):
+def test_a_finished_run_reports_that_and_changes_no_file(train_as_users_do, undisturbed):
     def files():
         return {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*")}
 
@@ -190,13 +192,13 @@ def test_a_finished_run_says_so_and_changes_nothing(train_as_users_do, undisturb
     assert files() == before
 
 
-def test_a_loss_that_is_not_finite_is_one_line(launch, tiny_config, tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(launch, tiny_config, tmp_path):
     config = tiny_config(
         {"optimizer.learning_rate": 1e30, "optimizer.clip_norm": 0.0, "checkpoint.every": 1}
     )
     output, errors = finish(launch("train.py", *train_flags(config, tmp_path), devices=2), code=1)
-    (begun,) = output.splitlines()
-    assert begun.endswith("(cpu), processes: 1, steps 1 to 10")
+    (summary,) = output.splitlines()
+    assert summary.endswith("(cpu), processes: 1, steps 1 to 10")
     last = errors.splitlines()[-1]
     assert last.startswith("error: step 2: loss nan, gradient norm nan; last good checkpoint: 1.")
     assert "Traceback" not in errors
@@ -205,7 +207,7 @@ def test_a_loss_that_is_not_finite_is_one_line(launch, tiny_config, tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
 
 
-# Several processes as one run, of eight devices together.
+# Several processes as one run, with eight devices in total.
 
 
 def free_port():
@@ -215,7 +217,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def launch_several(launch):
-    """Starts that many processes, of eight devices together."""
+    """A function that starts `count` processes with eight devices in total."""
 
     def start(count, program, *flags):
         several = [f"--coordinator=localhost:{free_port()}", f"--num_processes={count}"]
@@ -234,7 +236,7 @@ def launch_two(launch_several):
 
 @pytest.fixture
 def text_config(tiny_config, tmp_path):
-    """A run on a text of its own that no process has prepared."""
+    """A run on a text that no process has prepared yet."""
     words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "delta"], 4000)
     (tmp_path / "text.txt").write_text(" ".join(words))
     return tiny_config(
@@ -248,29 +250,29 @@ def test_two_processes_are_one_run(launch_two, launch, text_config, tmp_path):
     outputs = [
         finish(process) for process in launch_two("train.py", *train_flags(text_config, two))
     ]
-    # One of them speaks for both.
+    # Only process 0 prints the output.
     assert [output.count("step 20 of 20") for output, _ in outputs] == [1, 0]
     train(text_config, one)
     assert [line["step"] for line in lines(two)] == [*range(1, 21)]
     np.testing.assert_allclose(losses(two), losses(one), rtol=1e-4)
     assert losses(two)[-1] < losses(two)[0] - 0.3
 
-    # Any number of processes goes on with any run.
+    # A run of two processes can be resumed by one.
     resumed = shutil.copytree(two, tmp_path / "resumed")
     shutil.rmtree(resumed / "checkpoints" / "20")
     assert train(text_config, resumed) == 20
     np.testing.assert_allclose(losses(resumed), losses(one), rtol=1e-4)
 
-    check_one_that_is_killed(launch_two, text_config, two, tmp_path)
+    check_a_killed_process(launch_two, text_config, two, tmp_path)
     check_evaluations_agree(launch_two, launch, two, tmp_path)
 
 
-def check_one_that_is_killed(launch_two, config, undisturbed, tmp_path):
-    """The other stops, and the same command on both goes on as if nothing had been."""
+def check_a_killed_process(launch_two, config, undisturbed, tmp_path):
+    """The other process stops, and the same command on both resumes as if nothing had happened."""
     workdir = tmp_path / "killed"
     first, second = launch_two("train.py", *train_flags(config, workdir))
     wait_for(lambda: len(lines(workdir)) >= 12, second)
-    # Stopped first, so that the run cannot end between the look and the kill.
+    # Stopped first, so that the run cannot end between this check and the kill.
     second.send_signal(signal.SIGSTOP)
     assert len(lines(workdir)) < 20
     second.kill()
@@ -278,7 +280,7 @@ def check_one_that_is_killed(launch_two, config, undisturbed, tmp_path):
     assert "Traceback" not in errors
     last = errors.splitlines()[-1]
     assert "error: process 0 of 2 stops, because process 1 has stopped" in last
-    assert "the same command on all of them goes on from the last checkpoint" in last
+    assert "the same command on all processes resumes from the last checkpoint" in last
     for process in launch_two("train.py", *train_flags(config, workdir)):
         finish(process)
     assert lines(workdir) == lines(undisturbed)
@@ -314,11 +316,11 @@ def test_two_processes_stop_at_the_same_step(launch_two, text_config, tmp_path):
     # Parameters are spread over both processes.
     text_config.mesh.data, text_config.mesh.fsdp, text_config.mesh.tensor = 1, 4, 2
     text_config.train.steps = 100_000
-    # Steps that are not logged too, as with any larger configuration.
+    # Some steps are not logged, as in any larger configuration.
     text_config.train.log_every = 2
     processes = launch_two("train.py", *train_flags(text_config, workdir))
     wait_for(lambda: len(lines(workdir)) >= 5, processes[0])
-    # Only one is told.
+    # Only one process receives the signal.
     processes[1].terminate()
     for process in processes:
         finish(process)
@@ -337,7 +339,9 @@ def test_a_process_that_is_missing_is_named(launch, text_config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_one_process_cannot_prepare_all_processes_refuse(launch_two, text_config, tmp_path):
+def test_an_error_while_preparing_data_is_raised_in_all_processes(
+    launch_two, text_config, tmp_path
+):
     text_config.data.path = str(tmp_path / "missing.txt")
     for process in launch_two("train.py", *train_flags(text_config, tmp_path / "run")):
         _, errors = finish(process, code=1)
@@ -360,7 +364,7 @@ def test_four_processes_are_one_run(launch_several, text_config, tmp_path):
         np.testing.assert_allclose(losses(workdir), losses(one), rtol=1e-4)
 
 
-# What a checkpoint holds, restored onto a mesh, by each process its own part.
+# Restores a checkpoint onto a mesh; each process saves the shards that it holds.
 RESTORE = """
 import json, pathlib, sys
 import jax, numpy as np
@@ -386,7 +390,8 @@ for path, leaf in jax.tree.leaves_with_path(state):
     arrays[jax.tree_util.keystr(path)] = whole
 np.savez(f"{out}.{jax.process_index()}.npz", **arrays)
 """
-PLACES = {
+# Number of devices and mesh sizes of each restoration.
+MESHES = {
     1: {},
     2: {"tensor": 2},
     4: {"fsdp": 2, "context": 2, "data": 1},
@@ -398,17 +403,17 @@ PLACES = {
 def test_h1_a_run_of_any_devices_is_restored_on_any_others(
     launch, launch_two, tiny_config, tmp_path
 ):
-    """Parameters and moments bit for bit, and the same numbers of eval.py."""
+    """Parameters and moments are equal bit for bit, and eval.py gives the same numbers."""
     sizes = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.context": 1, "mesh.tensor": 2}
     config, workdir = tiny_config(sizes), tmp_path / "run"
     assert train(config, workdir) == 10
     _, expected = saved_state(config, workdir)
-    asked = ["--lengths=3x", "--protocols=nonoverlapping,fixed", "--targets=30", "--passage=8"]
-    flags = [f"--workdir={workdir}", *asked]
+    options = ["--lengths=3x", "--protocols=nonoverlapping,fixed", "--targets=30", "--passage=8"]
+    flags = [f"--workdir={workdir}", *options]
     (script,) = [tmp_path / "restore.py"]
     script.write_text(RESTORE)
     evaluations = {}
-    for devices, mesh in PLACES.items():
+    for devices, mesh in MESHES.items():
         out = tmp_path / f"on_{devices}"
         finish(launch(script, workdir, out, json.dumps(mesh), devices=devices))
         meshed = "--mesh=" + ",".join(f"{axis}={size}" for axis, size in mesh.items())
@@ -432,9 +437,11 @@ def test_h1_a_run_of_any_devices_is_restored_on_any_others(
         parts = list(restored(out))
         assert len(parts) == (2 if out == two else 1)
         for path, leaf in paths:
-            each = [part[jax.tree_util.keystr(path)] for part in parts]
-            # Each process has its own part of what is split, and both have the rest.
-            found = each[0] if len(each) == 1 else np.where(each[0] == -1, each[1], each[0])
+            arrays = [part[jax.tree_util.keystr(path)] for part in parts]
+            # Each process holds its shards of a sharded array, and both hold replicated arrays.
+            found = (
+                arrays[0] if len(arrays) == 1 else np.where(arrays[0] == -1, arrays[1], arrays[0])
+            )
             np.testing.assert_array_equal(found, leaf, strict=True)
 
     def numbers(out):
@@ -448,8 +455,8 @@ def test_h1_a_run_of_any_devices_is_restored_on_any_others(
         assert numbers(out)[1] == targets
 
 
-def test_two_terminals_as_the_page_has_them(tiny_config, tmp_path):
-    """docs/pods.md, word for word, but for the port and for a smaller run."""
+def test_two_terminals_as_in_docs_pods(tiny_config, tmp_path):
+    """The commands of docs/pods.md, with another port and a smaller run."""
     page = (REPOSITORY / "docs" / "pods.md").read_text()
     section = page.split("## Two terminals on a laptop\n")[1].split("\n## ")[0]
     commands = re.findall(r"```sh\n(.*?)\n```", section, re.DOTALL)
@@ -485,7 +492,7 @@ def test_two_terminals_as_the_page_has_them(tiny_config, tmp_path):
     assert "perplexity per token" in output
 
 
-# The most memory above what the process held before, as evaluation reads a run.
+# Prints the bytes of a run's parameters, and by how much memory rises while evaluation reads them.
 READ = """
 import pathlib, sys
 import jax
@@ -510,7 +517,7 @@ print(size, 1024 * (kibibytes("VmHWM") - before))
 def test_h2_evaluation_reads_parameters_in_less_than_twice_their_memory(
     launch, tiny_config, tmp_path, devices, mesh
 ):
-    """Of one device all of them, of several each its own part."""
+    """A single device holds all parameters; several devices hold a shard each."""
     changes = {"model.width": 1024, "model.num_layers": 8, "train.steps": 1}
     changes |= {"optimizer.schedule": "constant", "mesh.fsdp": 8, "mesh.data": 1}
     train(tiny_config(changes), tmp_path / "run")

@@ -26,10 +26,10 @@ from alibi_jax.training.throughput import THROUGHPUT_METRICS
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 VOCAB = 256
-# Its state after one step is the gradient itself.
+# After one step with this optimizer, its state is the gradient itself.
 PLAIN_GRADIENT = {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.clip_norm": 0.0}
-# How many of each row's 16 targets count. Micro-batches of 8 and of 2 targets, were they
-# averaged each, would count alike; so would devices.
+# How many of the 16 targets of each row count. If each micro-batch or device were averaged first,
+# one with 2 targets would weigh as much as one with 8.
 COUNTS = [8, 2, 16, 0, 1, 5, 2, 8, 3, 3, 16, 16, 0, 0, 1, 9]
 WEIGHTS = (np.arange(16) < np.array(COUNTS)[:, None]).astype(np.float32)
 
@@ -46,7 +46,7 @@ def batches(stream, tiny_config):
 
 
 def run_steps(trainer, state, batches, steps):
-    """(state, the losses) after so many steps."""
+    """(state, losses) after `steps` steps."""
     losses = []
     with jax.set_mesh(trainer.mesh):
         for step in range(steps):
@@ -57,7 +57,7 @@ def run_steps(trainer, state, batches, steps):
 
 
 def gradient(trainer, params, batches, weights):
-    """(the gradient of the first batch, its StepMetrics)."""
+    """(gradient, StepMetrics) of the first batch."""
     fresh = TrainState(params, trainer.tx.init(params))
     placed = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), fresh, trainer.abstract_state)
     with jax.set_mesh(trainer.mesh):
@@ -74,7 +74,7 @@ def assert_close(one, other, tolerance):
 
 
 def lines(workdir):
-    """What metrics.jsonl says, but for the speed."""
+    """The lines of metrics.jsonl, without the throughput."""
     found = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in THROUGHPUT_METRICS} for line in found]
 
@@ -89,12 +89,12 @@ def all_files(workdir):
     return {path: path.stat().st_mtime_ns for path in workdir.rglob("*") if path.is_file()}
 
 
-# One batch, however it is cut.
+# The same batch in micro-batches and on meshes.
 
 
 @pytest.fixture(scope="module")
 def whole(tiny_config, batches):
-    """(trainer, parameters, gradient, metrics) of one uncut batch on one device."""
+    """(trainer, parameters, gradient, metrics) of one batch without accumulation on one device."""
     trainer = Trainer(tiny_config(PLAIN_GRADIENT), VOCAB, mesh_of(1, 1, 1, 1))
     params = jax.device_get(trainer.initial_state().params)
     return trainer, params, *gradient(trainer, params, batches, WEIGHTS)
@@ -116,7 +116,7 @@ def test_g1_accumulation_is_one_large_batch(tiny_config, batches, whole, accumul
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
-def test_g1_sums_are_divided_by_no_one(accumulation):
+def test_g1_summed_gradients_are_not_divided(accumulation):
     rows, weights = jnp.arange(1.0, 9.0), jnp.array([8.0, 2.0] * 4)
 
     def loss(scale, batch, _):
@@ -127,22 +127,22 @@ def test_g1_sums_are_divided_by_no_one(accumulation):
     assert (total, count, grads) == (3 * (rows * weights).sum(), 40, (rows * weights).sum())
 
 
-def test_micro_batches_are_told_apart_by_number():
-    # Neighbouring rows go to different ones; each draws its own dropout.
-    _, _, seen = summed_gradients(
+def test_each_micro_batch_has_its_index():
+    # Neighbouring rows go to different micro-batches; each draws its own dropout.
+    _, _, grads = summed_gradients(
         lambda scale, batch, index: ((scale * batch["rows"] * 10.0**index).sum(), jnp.float32(1)),
         jnp.float32(1.0),
         {"rows": jnp.array([1.0, 2.0, 3.0, 4.0])},
         2,
     )
-    assert seen == (1 + 3) + 10 * (2 + 4)
+    assert grads == (1 + 3) + 10 * (2 + 4)
 
 
 def test_g2_uneven_weights_over_devices_are_one_device(tiny_config, batches, whole):
     assert_same_gradient(whole, batches, tiny_config(PLAIN_GRADIENT), mesh_of(8, 1, 1, 1))
 
 
-def test_g3_no_targets_at_all_move_nothing(batches, whole):
+def test_g3_a_batch_without_targets_changes_nothing(batches, whole):
     trainer, params, *_ = whole
     grads, metrics = gradient(trainer, params, batches, np.zeros_like(WEIGHTS))
     assert tuple(metrics) == (0, 0, 0)
@@ -186,7 +186,7 @@ def one_device(tiny_config, batches):
 
 
 MESHES = [s for s in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(s) == 8]
-# Each axis alone, and with each other.
+# The meshes of a quick test: each axis alone, and each pair of axes.
 QUICK = {(8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8)}
 QUICK |= {(2, 2, 1, 2), (2, 1, 4, 1), (1, 2, 2, 2)}
 
@@ -200,11 +200,11 @@ def test_a_mesh_changes_nothing(tiny_config, batches, one_device, sizes):
     assert_same_arrays(jax.device_get(initial), one_device[0])
     _, losses = run_steps(trainer, initial, batches, 20)
     np.testing.assert_allclose(losses, one_device[1], rtol=1e-4)
-    # They have learned something, or else they would agree on little.
+    # The losses have fallen, so that their agreement means something.
     assert losses[-1] < losses[0] - 0.3
 
 
-# As the paper's models of words have it, with bytes of three kinds.
+# The adaptive vocabulary of the paper's word models, with three bands of bytes.
 ADAPTIVE = {
     "model.adaptive_cutoffs": "40,110",
     "model.adaptive_factor": 2,
@@ -213,7 +213,7 @@ ADAPTIVE = {
     "model.use_bias": True,
 }
 
-# Twelve heads on eight devices; a method of each other kind; and what is drawn at random.
+# Twelve heads on eight devices, one position method of each other kind, and dropout.
 OTHER_MODELS = {
     "twelve": {"model.num_heads": 12, "model.width": 24, "model.num_layers": 5},
     "near": {"train.length": 256, "train.batch_size": 8},
@@ -264,15 +264,15 @@ def test_state_is_sharded_donated_and_compiled_for_once(
     # Wide enough that Adafactor factors its moments.
     config = tiny_config({"optimizer.name": optimizer, "model.width": 128})
     trainer = Trainer(config, VOCAB, mesh_of(*sizes))
-    ways = sizes[1] * sizes[3]
+    num_shards = sizes[1] * sizes[3]
     state = trainer.initial_state()
-    assert_sharded(state, ways)
+    assert_sharded(state, num_shards)
     with jax.set_mesh(trainer.mesh):
         for step in range(3):
             before, batch = state, trainer.device_batch(batches.batch_at(step))
             state, _ = trainer.train_step(state, batch, np.int32(step))
             assert all(leaf.is_deleted() for _, leaf in large_leaves(before))
-    assert_sharded(state, ways)
+    assert_sharded(state, num_shards)
     assert compiled.count("_train_step") == 1
 
 
@@ -284,13 +284,15 @@ def large_leaves(state):
     return large
 
 
-def assert_sharded(state, ways):
+def assert_sharded(state, num_shards):
     for name, leaf in large_leaves(state):
         assert not leaf.sharding.is_fully_replicated, name
-        assert {shard.data.size for shard in leaf.addressable_shards} == {leaf.size // ways}, name
+        assert {shard.data.size for shard in leaf.addressable_shards} == {
+            leaf.size // num_shards
+        }, name
 
 
-# Stopping and resuming, within one process. test_processes.py kills real ones.
+# Stopping and resuming within one process; test_distributed_processes.py kills real processes.
 
 
 def test_g5_resumed_is_never_stopped(tiny_config, tmp_path):
@@ -298,7 +300,7 @@ def test_g5_resumed_is_never_stopped(tiny_config, tmp_path):
     whole = tmp_path / "whole"
     assert train(config, whole) == 10
     stopped = shutil.copytree(whole, tmp_path / "stopped")
-    # What a run leaves that is killed between step 5's checkpoint and step 10's.
+    # The state of a run that was killed between the checkpoints of step 5 and step 10.
     shutil.rmtree(stopped / "checkpoints" / "10")
     assert train(config, stopped) == 10
     assert_same_arrays(saved_state(config, stopped, 10), saved_state(config, whole, 10))
@@ -326,7 +328,7 @@ def test_a_save_is_no_slow_step(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoints, "save", slow)
     train(tiny_config({"train.log_every": 3}), tmp_path)
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    # Step 5's is among those of step 6, and takes of their time, if not of one step's.
+    # The save after step 5 counts for the interval that is logged at step 6, but for no step.
     sixth = logged[1]
     assert sixth["step"] == 6
     assert sixth["slowest_step_seconds"] < 1.5
@@ -348,7 +350,7 @@ def test_an_adaptive_model_learns_and_resumes(tiny_config, tmp_path):
 
 
 def test_g5_ten_steps_are_five_and_five(tiny_config, tmp_path):
-    # A schedule that does not decay may go on past its end.
+    # A run with a constant schedule may be resumed with more steps.
     config = tiny_config(
         {"optimizer.name": "sgd", "optimizer.schedule": "constant", "mesh.fsdp": 2}
         | {"train.validation_every": 5, "train.validation_targets": 100, "train.log_every": 2}
@@ -380,7 +382,7 @@ def test_a_finished_run_does_nothing_more(tiny_config, finished):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("model.width", 32, "model.width=32, .* has 16"),
         ("model.position", "rotary", "model.position='rotary', .* has 'alibi'"),
@@ -392,14 +394,14 @@ def test_a_finished_run_does_nothing_more(tiny_config, finished):
         ("data.tokenizer", "bpe", "data.tokenizer='bpe', .* has 'bytes'"),
     ],
 )
-def test_a_run_that_is_configured_otherwise_is_refused(tiny_config, finished, key, value, said):
+def test_another_configuration_of_a_run_is_refused(tiny_config, finished, key, value, message):
     before = all_files(finished)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         train(tiny_config({key: value}), finished)
     assert all_files(finished) == before
 
 
-def test_another_text_under_the_same_key_is_refused(tiny_config, tmp_path):
+def test_another_text_at_the_same_path_is_refused(tiny_config, tmp_path):
     text = tmp_path / "text.txt"
     config = tiny_config(
         {"data.dataset": "text", "data.path": str(text), "data.data_dir": str(tmp_path / "data")}
@@ -425,26 +427,26 @@ def test_any_number_of_words_fits_the_devices(tiny_config, tmp_path):
         "data.data_dir": str(tmp_path / "data"),
         "data.tokenizer": "words",
     }
-    # What needs no text is refused before it is read.
+    # Checks that need no text come before the text is read.
     with pytest.raises(ConfigError, match=r"train\.batch_size/train\.accumulation=12"):
         train(tiny_config(values | {"train.batch_size": 12}), tmp_path / "run")
     assert not (tmp_path / "data").exists()
-    # 6 words and the line's end are split over 8 devices, their table being filled up.
+    # The table of 6 words and the end of a line is padded to be sharded over 8 devices.
     config = tiny_config(values | {"mesh.data": 1, "mesh.tensor": 8})
     assert train(config, tmp_path / "run") == config.train.steps
     assert lines(tmp_path / "run")[-1]["loss"] < math.log(7) + 1.0
 
 
-def test_what_shapes_no_numbers_may_change(tiny_config, finished, tmp_path):
+def test_keys_that_change_no_numbers_may_change(tiny_config, finished, tmp_path):
     workdir = shutil.copytree(finished, tmp_path / "copy")
     shutil.rmtree(workdir / "checkpoints" / "10")
     changes = {"mesh.fsdp": 2, "mesh.tensor": 2, "checkpoint.every": 3, "checkpoint.keep": 9}
     assert train(tiny_config(changes | {"train.log_every": 2}), workdir) == 10
     assert [line["step"] for line in lines(workdir)] == [1, 2, 3, 4, 5, 6, 8, 10]
     # Resumed on another mesh, it is the same run up to rounding.
-    apart = {line["step"]: line["loss"] for line in lines(finished)}
+    expected = {line["step"]: line["loss"] for line in lines(finished)}
     for line in lines(workdir):
-        assert line["loss"] == pytest.approx(apart[line["step"]], rel=1e-4)
+        assert line["loss"] == pytest.approx(expected[line["step"]], rel=1e-4)
     with Checkpoints(workdir) as checkpoints:
         assert checkpoints.check_step(6) == 6
 
@@ -459,6 +461,6 @@ def test_a_signal_is_remembered_until_the_step_ends(number):
         assert not stop.at(1)
         os.kill(os.getpid(), number)
         assert stop.at(2)
-        # A second one is not held back.
+        # A second signal has its usual effect.
         assert signal.getsignal(number) == before
     assert signal.getsignal(number) == before

@@ -21,7 +21,7 @@ def steps(workdir):
 
 
 def events(workdir):
-    """What TensorBoard's files hold, each record as (size, checksum, event, checksum)."""
+    """The events in TensorBoard's files, whose records are (size, checksum, event, checksum)."""
     for path in (workdir / "tensorboard").iterdir():
         data = path.read_bytes()
         while data:
@@ -30,7 +30,7 @@ def events(workdir):
             data = data[12 + size + 4 :]
 
 
-def test_a_line_a_step(tmp_path):
+def test_each_step_has_a_line(tmp_path):
     write(tmp_path, 0, [1, 2, 3])
     assert lines(tmp_path) == [{"step": step, "loss": 1 / step} for step in (1, 2, 3)]
 
@@ -47,7 +47,7 @@ def test_tensorboard_has_the_same_points(tmp_path):
     assert points == [("loss", 1, 1.0), ("loss", 2, 0.5), ("loss", 4, 0.25)]
 
 
-def test_tensorboard_is_told_what_a_resumed_run_writes_anew(tmp_path):
+def test_a_resumed_run_tells_tensorboard_its_first_step(tmp_path):
     write(tmp_path, 2, [3])
     starts = [e.step for e in events(tmp_path) if e.session_log.status == SessionLog.START]
     assert starts == [3]

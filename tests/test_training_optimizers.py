@@ -24,20 +24,20 @@ def params():
 
 
 def gradient(step, params):
-    """Some gradient, another each step."""
+    """An arbitrary gradient that differs between steps."""
     return jax.tree.map(lambda leaf: jnp.sin(leaf * (step + 2)) + 0.1, params)
 
 
 def updates_of(tx, steps=4, gradient=gradient, current=None):
-    """The updates of a few steps from `params`, or those given, which move along."""
+    """The updates of the first steps, which begin at `current` or at `params()`."""
     current = params() if current is None else current
     state = tx.init(current)
-    taken = []
+    all_updates = []
     for step in range(steps):
         updates, state = tx.update(gradient(step, current), state, current)
         current = optax.apply_updates(current, updates)
-        taken.append(updates)
-    return taken
+        all_updates.append(updates)
+    return all_updates
 
 
 def assert_same(one, other):
@@ -45,13 +45,13 @@ def assert_same(one, other):
 
 
 def constant(**values):
-    """A bare optimizer, but for what is given."""
+    """An optimizer with a constant rate and without decay or clipping, except for `values`."""
     bare = {"schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0, "clip_norm": 0.0}
     return Optimizer(**(bare | {"learning_rate": 0.1} | values))
 
 
 def stacked(tree, count=3):
-    """As the parameters of so many layers, each of them other numbers."""
+    """`tree` as the stacked parameters of `count` layers with different values."""
     scales = 1.0 + np.arange(count)
     return {"layers": jax.tree.map(lambda x: jnp.stack([n * x for n in scales]), tree)}
 
@@ -71,7 +71,7 @@ def test_biases_of_heads_do_not_decay(name):
         np.testing.assert_allclose(update, -0.01 if decays else 0.0, rtol=1e-6, err_msg=str(path))
 
 
-# Schedules: 10 steps of warm-up, 100 of decay.
+# Schedules with 10 steps of warm-up and 100 of decay.
 
 
 def cosine(share):
@@ -89,7 +89,7 @@ def cosine(share):
 def test_schedule(schedule, after):
     config = Optimizer(learning_rate=0.02, schedule=schedule, warmup_steps=10, final_fraction=0.1)
     rate = make_schedule(config, STEPS)
-    # Warm-up takes equal steps, the first of which already moves.
+    # The rate rises by equal amounts, and the first rate is not 0.
     shares = {0: 1 / 11, 1: 2 / 11, 5: 6 / 11, 9: 10 / 11} | after
     for step, share in shares.items():
         assert float(rate(step)) == pytest.approx(0.02 * share, rel=1e-6)
@@ -159,7 +159,7 @@ def test_adafactor_factors_and_learns():
     tx = make_optimizer(constant(name="adafactor", learning_rate=0.05), STEPS)
     current = jnp.zeros_like(target)
     state = tx.init(current)
-    # Shazeer & Stern 2018: a row and a column instead of a matrix.
+    # Shazeer & Stern 2018: a row and a column replace the matrix of second moments.
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) < 2 * (128 + 256)
 
     @jax.jit
@@ -185,7 +185,7 @@ def test_weight_decay_is_of_matrices_only_and_scaled_by_the_rate(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rate_follows_the_schedule(name):
-    """The first step's rate is the schedule's first value, the second's its second."""
+    """Step n has the n-th value of the schedule."""
     config = constant(name=name, schedule="linear", final_fraction=0.0, warmup_steps=2)
     slow, fast = (updates_of(make_optimizer(c, 9), 1) for c in (config, constant(name=name)))
     assert_same(slow, jax.tree.map(lambda leaf: leaf / 3, fast))
@@ -193,13 +193,13 @@ def test_rate_follows_the_schedule(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stacked_layers_are_updated_as_each_alone(name):
-    """Decay is of matrices, and Adafactor's clipping of each layer's."""
-    # Factored from 128 on.
+    """Weight decay applies to each layer's matrices, and Adafactor clips each layer's updates."""
+    # Adafactor factors the moments of dimensions from 128 on.
     large = np.asarray(np.random.default_rng(0).normal(size=(128, 130)), np.float32)
     tree = params() | {"large": jnp.asarray(large)}
     tx = make_optimizer(constant(name=name, weight_decay=0.3), STEPS)
 
-    # So large that Adafactor has to clip, and each layer by another factor.
+    # So large that Adafactor clips, each layer by a different factor.
     def large_gradient(step, tree):
         return jax.tree.map(lambda x: jnp.sin(x * (step + 2)) * 10.0**step, tree)
 
@@ -216,7 +216,7 @@ def test_gradients_are_clipped_to_their_global_norm():
     (update,) = updates_of(tx, 1, lambda step, tree: jax.tree.map(lambda x: 100 * x, tree))
     norm = optax.tree.norm(params())
     assert_same(update, jax.tree.map(lambda x: -0.1 * 0.5 * x / norm, params()))
-    # Those that are shorter stay as they are.
+    # Gradients with a smaller norm are not changed.
     (update,) = updates_of(tx, 1, lambda step, tree: jax.tree.map(lambda x: 0.01 * x, tree))
     assert_same(update, jax.tree.map(lambda x: -0.1 * 0.01 * x, params()))
 
