@@ -5,13 +5,12 @@ import dataclasses
 import itertools
 import math
 
-from tqdm import tqdm
-
 from alibi_jax.config import Config, ConfigError, Mesh
 from alibi_jax.distributed import sharding
 from alibi_jax.plan.program import compile_for_target, estimate_time
 from alibi_jax.plan.report import ranking
 from alibi_jax.plan.targets import Target
+from alibi_jax.progress import Progress
 from alibi_jax.training.step import check_fits
 
 # The most meshes that a search compiles; each takes up to a minute on two cores.
@@ -35,10 +34,13 @@ def search_meshes(config: Config, vocab_size: int, target: Target) -> bool:
             "train.batch_size, model.width and model.num_heads: change one of them"
         )
     compiled = []
-    for mesh in tqdm(meshes[:_MAX_COMPILED], desc="compiling", unit="mesh"):
-        with_mesh = dataclasses.replace(config, mesh=mesh)
-        program = compile_for_target(with_mesh, vocab_size, target, evaluation=False)
-        compiled.append((program, estimate_time(with_mesh, vocab_size, target, program)))
+    to_compile = meshes[:_MAX_COMPILED]
+    with Progress(len(to_compile), "compiling", unit="mesh") as progress:
+        for mesh in to_compile:
+            with_mesh = dataclasses.replace(config, mesh=mesh)
+            program = compile_for_target(with_mesh, vocab_size, target, evaluation=False)
+            compiled.append((program, estimate_time(with_mesh, vocab_size, target, program)))
+            progress.update()
     print(ranking(target, compiled, len(meshes)), flush=True)
     return any(program.fits(target) for program, _ in compiled)
 
