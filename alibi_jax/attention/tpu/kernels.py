@@ -74,9 +74,9 @@ def forward_kernel(
     """Adds a block of keys to the running softmax of a block of queries.
 
     The last step of a query block writes the output, [V, queries], and the logarithm to base 2
-    of each row's sum of weights, [1, queries]. The values end in `ONES_COLUMNS` columns of 1:
-    with them the matrix unit sums the weights, rounded as they are for the output, because the
-    vector unit has the most to do.
+    of each row's sum of weights, [1, queries]. The values end in `ONES_COLUMNS` columns of 1: with
+    them the matrix unit also sums the weights, rounded in the same way as for the output, because
+    the vector unit is the busier one.
     """
     query, key, value, *ids = inputs
     out, logsumexp = outputs
