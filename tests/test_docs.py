@@ -44,3 +44,27 @@ def test_the_page_names_every_bias_function():
     assert set(re.findall(r"`([a-z0-9]+_\w+|FireWeights|Decay|LinearBias|Bias)[`(]", table)) >= set(
         alibi_jax.biases.__all__
     )
+
+
+def test_every_code_in_the_name_of_a_test_is_explained():
+    named = {
+        code
+        for path in (ROOT / "tests").glob("test_*.py")
+        for code in re.findall(r"^def test_([a-i]\d+)_", path.read_text(), re.MULTILINE)
+    }
+    explained = re.findall(r"^\| ([a-i]\d+) \|", (ROOT / "tests/README.md").read_text(), re.M)
+    assert set(explained) == named
+    assert len(explained) == len(named)
+
+
+def test_every_module_has_its_tests_under_its_name():
+    """A test file names a module or package, or is in the list of the tests' page."""
+    listed = (ROOT / "tests/README.md").read_text()
+    package = ROOT / "alibi_jax"
+    modules = {
+        "_".join(path.relative_to(package).with_suffix("").parts).replace("___init__", "")
+        for path in package.rglob("*.py")
+    }
+    for path in (ROOT / "tests").glob("test_*.py"):
+        name = path.stem.removeprefix("test_")
+        assert name in modules or f"`{path.name}`" in listed, path.name
