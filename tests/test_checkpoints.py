@@ -24,7 +24,7 @@ def metadata(step):
 
 
 def matrices(mesh, shape=(8, 16), value=1.0):
-    """(params, optimizer), each of them one matrix that `mesh` shares out."""
+    """(params, optimizer), each a single matrix that is sharded over `mesh`."""
     placement = named_sharding(mesh, "embed", "ff")
     matrix = jax.device_put(value * jnp.arange(np.prod(shape), dtype=float).reshape(shape))
     return {"up": jax.device_put(matrix, placement)}, {"mu": jax.device_put(-matrix, placement)}
@@ -38,7 +38,7 @@ def abstract(tree, mesh=None, shape=None):
 
 
 def save(workdir, steps, mesh=None, **rules):
-    """Saves those steps, their values told apart by the step."""
+    """Saves checkpoints of these steps; the step scales their values."""
     with Checkpoints(workdir, Checkpoint(**rules)) as checkpoints:
         for step in steps:
             checkpoints.save(*matrices(mesh or mesh_of(1, 1, 1, 1), value=step), metadata(step))
@@ -88,7 +88,7 @@ def test_a_save_takes_the_values_of_its_moment(tmp_path):
     with Checkpoints(tmp_path, Checkpoint(keep=9)) as checkpoints:
         for number in range(4):
             checkpoints.save(params, optimizer, metadata(number))
-            # The step that follows takes the buffers while the save is under way.
+            # The next step overwrites the buffers while the save is running.
             params, optimizer = step(params), step(optimizer)
     first, _ = matrices(mesh_of(1, 1, 1, 1))
     with Checkpoints(tmp_path) as checkpoints:
@@ -119,7 +119,7 @@ def test_h2_parameters_are_read_alone(trained, tmp_path):
     with Checkpoints(workdir) as checkpoints:
         params = checkpoints.restore(2, params=trainer.abstract_state.params)["params"]
     copy = shutil.copytree(workdir, tmp_path / "copy")
-    # What is not there cannot be read; and it was of another optimizer than the default.
+    # Without its files the optimizer, which is not the default one, cannot be read.
     shutil.rmtree(copy / "checkpoints" / "2" / "optimizer")
     with Checkpoints(copy) as checkpoints:
         alone = checkpoints.restore(2, params=trainer.abstract_state.params)["params"]
@@ -171,7 +171,7 @@ def test_h4_the_optimizer_comes_back_as_it_began(trained):
 
 
 def test_h5_what_was_restored_is_given_up_in_the_first_step(trained):
-    """goodfire-ai/spd PR#932: or a resumed run would for one step hold its state twice."""
+    """goodfire-ai/spd PR#932: otherwise a resumed run holds its state twice for one step."""
     workdir, trainer = trained
     with Checkpoints(workdir) as checkpoints:
         state = TrainState(**checkpoints.restore(2, **trainer.abstract_state._asdict()))
@@ -179,14 +179,14 @@ def test_h5_what_was_restored_is_given_up_in_the_first_step(trained):
     with jax.set_mesh(trainer.mesh):
         batch = trainer.device_batch({"inputs": tokens, "targets": tokens})
         trainer.train_step(state, batch, np.int32(2))
-    # Adafactor has arrays of one number where it has no use for any, and no step changes them.
+    # Adafactor has placeholders of one number, which no step changes.
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state) if leaf.size > 1)
 
 
 def test_a_half_written_checkpoint_counts_for_nothing(tmp_path):
     save(tmp_path, [1, 2], keep=9)
     whole = tmp_path / "checkpoints" / "2"
-    # As Orbax names what it has begun.
+    # The name that Orbax gives to an unfinished checkpoint.
     half = whole.rename(f"{whole}.orbax-checkpoint-tmp")
     shutil.rmtree(half / "params")
     with Checkpoints(tmp_path) as checkpoints:

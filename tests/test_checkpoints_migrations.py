@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions wrote. One of format 2 is in tests/data, of three layers."""
+"""Checkpoints of earlier versions. tests/data has one of format 2 with three layers."""
 
 import json
 import pathlib
@@ -52,11 +52,14 @@ def test_a_run_of_format_2_goes_on_as_it_did(sizes, data_dir, tmp_path):
 def test_parameters_of_format_2_are_read_alone(data_dir, tmp_path):
     workdir = shutil.copytree(WRITTEN, tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints" / "5" / "optimizer")
-    # The run says that its text is where it was; here it is in the tests' folder.
+    # The configuration names the default folder; in the tests the text is in another one.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TFDS_DATA_DIR", str(data_dir))
         run = load_run(workdir)
     assert run.config.model.remat == "full"
+    # The record of the process that trained it stays the same: results name the run by it.
+    stored = json.loads((WRITTEN / "checkpoints" / "5" / "_CHECKPOINT_METADATA").read_text())
+    assert run.metadata.provenance == stored["custom_metadata"]["provenance"]
     layers = layers_of(jax.device_get(run.params))
     assert ["position" in layer["attention"] for layer in layers] == [False, True, False]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(layers))
@@ -75,7 +78,7 @@ def test_every_array_is_converted_to_format_2_and_back(tiny_config):
         return jax.device_put(values, leaf.sharding)
 
     params = jax.tree.map(drawn, wanted.params)
-    # What belongs to no layer: of Adafactor's moments those that a matrix does not need.
+    # Adafactor gives some parameters placeholder moments, which belong to no single layer.
     optimizer = jax.tree.map(drawn, wanted.optimizer)
     for now, abstract in ((params, wanted.params), (optimizer, wanted.optimizer)):
         then = as_in_format_2(now)
@@ -95,7 +98,7 @@ def is_params(node):
 
 
 def as_in_format_2(tree):
-    """Each layer's parameters its own, tables of 130 rows beside them."""
+    """The layout of format 2: parameters per layer, and tables of 130 rows beside them."""
 
     def before(node):
         if not is_params(node):

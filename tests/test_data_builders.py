@@ -76,7 +76,7 @@ assert "tensorflow" not in sys.modules
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    # Standard output belongs to results.
+    # Standard output is reserved for results.
     assert done.stdout == ""
     assert "tokenising" in done.stderr
 
@@ -190,7 +190,7 @@ def test_what_is_not_text_is_refused(tmp_path, content, message):
     with pytest.raises(DataError, match=message) as caught:
         read(own(tmp_path), "train")
     assert "\n" not in str(caught.value)
-    # What was prepared until then is gone, so that the next run does not take it for good.
+    # The partly prepared files are gone, so that the next run does not use them.
     assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
 
 

@@ -23,7 +23,7 @@ LINES = st.lists(st.lists(st.text("aé語\u3000.<", min_size=1, max_size=3), max
 
 
 def written(lines):
-    """Lines of words as WikiText has them."""
+    """Lines of words in the form of WikiText's files."""
     return "".join(f" {' '.join([*words, ''])}\n" for words in lines).encode()
 
 
@@ -166,12 +166,12 @@ def test_each_word_and_each_line_end_is_a_token(words):
     assert words.decode(ids) == WORDS
     assert words.encode(b"").tolist() == []
     assert words.encode(b" \n").tolist() == [words.separator]
-    # Written out, <eos> is a word like any other.
+    # The text "<eos>" is a word like any other.
     assert len(WordTokenizer.train(iter([b" <eos> \n"])).byte_strings) == 2
 
 
 def test_targets_of_words_are_counted_as_published_numbers_are():
-    """A target for each word and each line: the stream's first token is a line end before all.
+    """One target per word and per line: the stream begins with the separator, a line end.
 
     That is 217,646 for the validation split of WikiText-2 and WikiText-103.
     """

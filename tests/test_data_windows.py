@@ -21,7 +21,7 @@ SHAPES = st.tuples(st.integers(2, 80), st.integers(1, 20)).flatmap(
 
 
 def windows_of(num_tokens, length, stride, bos=None):
-    """Over a stream that is one text."""
+    """The windows over a stream that is one text."""
     return evaluation_windows(np.array([0, num_tokens]), length, stride, bos)
 
 
@@ -117,7 +117,7 @@ def test_padding_is_zero_and_not_scored(shape):
     assert ((batch["inputs"][0] != 0) == exists).all()
     assert (batch["scored"][0] == exists[first:]).all()
     assert ((batch["targets"][0] != 0) == exists[first:]).all()
-    # Of windows that score their ends only, no more than those need to be computed.
+    # For windows that score only their last targets, only those are computed.
     assert batch["targets"].shape[1] == (stride if first else length)
     assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
     assert not any(values[1].any() for values in batch.values())
@@ -154,7 +154,7 @@ def test_f1_windows_of_documents_are_those_of_each_alone(sizes, length, data):
     ]
     assert together.targets.tolist() == np.concatenate([t for t, _ in alone]).tolist()
     assert together.contexts.tolist() == np.concatenate([c for _, c in alone]).tolist()
-    # No window reaches over a bound.
+    # No window crosses a bound.
     text = np.searchsorted(bounds, together.starts, side="right")
     assert (together.starts + together.sizes < bounds[text]).all()
 
@@ -165,7 +165,7 @@ def test_f6_every_window_begins_with_the_beginning_of_sequence(shape):
     plain, begun = windows_of(*shape), windows_of(*shape, bos=7)
     one, other = (w.batch(tokens, np.arange(-1, len(w))) for w in (plain, begun))
     assert (other["inputs"][1:, 0] == 7).all()
-    # Nothing else is another: it is no target, and a padding window has none.
+    # Nothing else differs: bos is never a target, and a padding window has no bos.
     assert (other["targets"] == one["targets"]).all()
     assert (other["inputs"][:, 1:] == one["inputs"][:, 1:]).all()
     assert not other["inputs"][0].any()
@@ -175,7 +175,7 @@ def test_f6_every_window_begins_with_the_beginning_of_sequence(shape):
 @given(sizes=TEXTS, context=st.integers(1, 20), count=st.integers(1, 40), seed=st.integers(0, 9))
 def test_fixed_context_gives_each_sampled_target_exactly_so_much(sizes, context, count, seed):
     bounds = np.cumsum([0, *sizes])
-    # Of windows of that length, the whole ones after a text's first.
+    # The whole windows of that length that are not the first of their text.
     windows = evaluation_windows(bounds, context, context)
     whole = (windows.num_scored == context) & ~np.isin(windows.starts, bounds)
     eligible = windows.targets[np.repeat(whole, windows.num_scored)]
@@ -184,7 +184,7 @@ def test_fixed_context_gives_each_sampled_target_exactly_so_much(sizes, context,
     assert len(targets) == min(count, len(eligible))
     assert set(targets.tolist()) <= set(eligible.tolist())
     assert (np.diff(targets) > 0).all()
-    # One of each of `count` even stretches.
+    # One target in each of `count` equal stretches.
     places = np.searchsorted(eligible, targets)
     assert (places * len(targets) // max(len(eligible), 1) <= np.arange(len(targets))).all()
 
@@ -211,7 +211,7 @@ def test_the_seed_decides_the_sample():
 
 @pytest.mark.parametrize("sizes", [[1250] * 60, [4500], [300, 1500, 700] * 50])
 def test_a_sample_stands_anywhere_in_windows_alike(sizes):
-    """Or those after a boundary would stand for all, and early tokens seem to matter more."""
+    """Otherwise targets near a window's start would be too many, and exaggerate early tokens."""
     bounds = np.cumsum([0, *sizes])
     context = 512
     targets = sample_targets(bounds, context, 400, 0)
@@ -226,7 +226,7 @@ def training(num_tokens=101, length=4, batch_size=6, seed=3):
 
 
 def examples(batches, count):
-    """The first `count` windows, by the number of their first token."""
+    """The first token of each of the first `count` windows."""
     rows = (row[0] for step in itertools.count() for row in batches.batch_at(step)["inputs"])
     return [int(row) for row in itertools.islice(rows, count)]
 
@@ -263,7 +263,7 @@ def test_the_seed_decides():
     assert examples(training(), count) == examples(training(), count)
     orders = {tuple(examples(training(seed=seed), count)) for seed in range(5)}
     assert len(orders) == 5
-    # No seed is another one an epoch later.
+    # The order of a seed's second epoch is not the first order of another seed.
     second = {tuple(examples(training(seed=seed), 2 * count)[count:]) for seed in range(5)}
     assert not orders & second
 

@@ -54,7 +54,7 @@ def copy_package(folder):
 
 
 def commit_of(folder):
-    """The commit that a new process records, which imports the package from a folder."""
+    """The commit recorded by a new process that imports the package from a folder."""
     code = "from alibi_jax.provenance import provenance; print(provenance()['commit'])"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -69,7 +69,7 @@ def commit_of(folder):
 
 
 def commit_by(folder):
-    """The commit that the module in a folder records, loaded into this process."""
+    """The commit recorded by the module in a folder, which is loaded into this process."""
     spec = importlib.util.spec_from_file_location("loaded", folder / "alibi_jax" / "provenance.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
