@@ -1,4 +1,4 @@
-"""Results as an evaluation writes them, made up: the numbers are plausible, no model gave them."""
+"""Made-up results in the form that an evaluation writes: plausible numbers without a model."""
 
 import copy
 import math
@@ -11,8 +11,8 @@ TEXT = (
     'Congress will act. <b>Peace & "plenty"</b>\u2014so the Treasury reports, and the Treasury '
     "does not lie.\n"
 )
-# What the loss rises by past the training length, in nats a doubling; and how much of the loss at
-# little context a method has.
+# Rise of the loss past the training length, in nats per doubling, and the loss at that length, by
+# position method.
 METHODS = {
     "alibi": (-0.001, 1.21),
     "rotary": (0.42, 1.17),
@@ -34,7 +34,7 @@ CORPUS = {
 }
 
 
-# Of a row with numbers.
+# Keys of a row with numbers that may be None.
 MAY_BE_MISSING = ("nll_low", "nll_high", "word_perplexity", "bits_per_byte", "seconds")
 
 
@@ -43,7 +43,7 @@ def interval(value, half):
 
 
 def row(protocol, length, stride, nll, half=0.015):
-    smallest = {"nonoverlapping": 1, "sliding": length - stride + 1, "fixed": length}[protocol]
+    smallest = {"nonoverlapping": 1, "fixed": length}.get(protocol, length - stride + 1)
     targets = 512 if protocol == "fixed" else 504_693
     return {
         "protocol": protocol,
@@ -80,7 +80,7 @@ def error_row(protocol, length, stride, error):
 
 
 def bare_row(length, perplexity, stride=None):
-    """In non-overlapping windows, or sliding ones; an error in place of a perplexity of None."""
+    """A row of non-overlapping windows, or of sliding ones with a stride; an error row for None."""
     protocol = "nonoverlapping" if stride is None else "sliding"
     if perplexity is None:
         error = f"no embedding, for a length of {length}"
@@ -91,7 +91,7 @@ def bare_row(length, perplexity, stride=None):
 
 
 def bare_run(position, rows, train_length=128, name=None, rescaling="none"):
-    """With these rows, and no other part measured."""
+    """A run with these rows, and no other part measured."""
     return {
         "workdir": f"runs/{name or position}",
         "position": position,
@@ -115,7 +115,7 @@ def bare_run(position, rows, train_length=128, name=None, rescaling="none"):
 
 
 def six_bare_runs():
-    """Six methods at three lengths, learned past its table at two."""
+    """Six methods at three lengths; `learned` has errors at the two lengths past its table."""
     return [
         bare_run(
             position,
@@ -130,11 +130,11 @@ def six_bare_runs():
 
 
 def decomposition(windows, fixed, half=0.003):
-    """From the losses of both protocols by length; the smallest is the base."""
+    """A decomposition from the losses of both protocols by length; the shortest is the base."""
     base = min(windows)
     lengths = []
     for length in windows:
-        still = 0.0 if length == base else half
+        half_width = 0.0 if length == base else half
         curse = windows[length] - fixed[length]
         lengths.append(
             {
@@ -142,12 +142,12 @@ def decomposition(windows, fixed, half=0.003):
                 "nonoverlapping": interval(windows[length], 0.02),
                 "fixed": interval(fixed[length], 0.02),
                 "curse": interval(curse, half),
-                "gain": interval(windows[base] - windows[length], still),
-                "early_tokens": interval(windows[base] - fixed[base] - curse, still),
+                "gain": interval(windows[base] - windows[length], half_width),
+                "early_tokens": interval(windows[base] - fixed[base] - curse, half_width),
                 "smallest_context": 1,
                 "mean_context": (length + 1) / 2,
                 "largest_context": length,
-                "context": interval(fixed[base] - fixed[length], still),
+                "context": interval(fixed[base] - fixed[length], half_width),
             }
         )
     return {"base": base, "targets": 512, "resampled": "12 documents", "lengths": lengths}
@@ -161,9 +161,9 @@ def run(position, lengths=LENGTHS, seed=0):
     def rise(length):
         return slope * math.log2(length / short) if length > short else 0.0
 
-    can = [length for length in lengths if length == short or math.isfinite(slope)]
-    fixed = {length: start + rise(length) - 0.06 for length in can}
-    windows = {length: fixed[length] + 0.06 * short / length for length in can}
+    served = [length for length in lengths if length == short or math.isfinite(slope)]
+    fixed = {length: start + rise(length) - 0.06 for length in served}
+    windows = {length: fixed[length] + 0.06 * short / length for length in served}
     rows = []
     for protocol, values, stride in (
         ("nonoverlapping", windows, 0),
@@ -171,13 +171,13 @@ def run(position, lengths=LENGTHS, seed=0):
         ("fixed", fixed, 1),
     ):
         for length in lengths:
-            if length in can:
+            if length in served:
                 rows.append(row(protocol, length, stride or length, values[length]))
             else:
                 error = f"no embedding past 128, for a length of {length}"
                 rows.append(error_row(protocol, length, stride or length, error))
     curves = {}
-    for length in can:
+    for length in served:
         bins, begin = [], 0
         while begin < length:
             end = min(max(2 * begin, begin + 1), length)
@@ -190,7 +190,7 @@ def run(position, lengths=LENGTHS, seed=0):
         curves[str(length)] = bins
     attention = []
     for length in lengths:
-        if length not in can:
+        if length not in served:
             attention.append({"length": length, "error": f"no embedding for {length}"})
             continue
         layers = []
@@ -216,11 +216,12 @@ def run(position, lengths=LENGTHS, seed=0):
         },
         "position_nll": curves,
         "early_token": {
-            str(length): {"nats": windows[length] - fixed[length], "stride": 64} for length in can
+            str(length): {"nats": windows[length] - fixed[length], "stride": 64}
+            for length in served
         },
         "decomposition": decomposition(windows, fixed),
         "attention": attention,
-        "gain": gain(rng, short, can[-1], fixed) if len(can) > 1 else None,
+        "gain": gain(rng, short, served[-1], fixed) if len(served) > 1 else None,
     }
 
 
@@ -278,7 +279,7 @@ def provenance(command):
 
 
 def results(runs):
-    """Of these runs, or of the first methods, as many as said."""
+    """Results of these runs; a number stands for one run of each of the first methods."""
     if isinstance(runs, int):
         runs = [run(position, seed=seed) for seed, position in enumerate(list(METHODS)[:runs])]
     return {
@@ -304,15 +305,15 @@ def results(runs):
     }
 
 
-def least(run):
-    """The same run, without all that may be missing."""
+def without_optional_parts(run):
+    """The same run without the parts of it that may be missing."""
     run = copy.deepcopy(run)
     for row in run["rows"]:
         if "error" not in row:
             row |= dict.fromkeys(MAY_BE_MISSING) | {"resampled": ""}
-    parts, gain = run["decomposition"], run["gain"]
-    parts["resampled"] = ""
-    for entry in parts["lengths"]:
+    decomposition, gain = run["decomposition"], run["gain"]
+    decomposition["resampled"] = ""
+    for entry in decomposition["lengths"]:
         for part in ("nonoverlapping", "fixed", "curse", "gain", "early_tokens", "context"):
             entry[part] |= {"low": None, "high": None}
     gain["nats"] |= {"low": None, "high": None}

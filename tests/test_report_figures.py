@@ -15,7 +15,7 @@ from alibi_jax.report.figures import style
 
 @pytest.fixture
 def six():
-    """Six methods at three lengths, learned past its table at two."""
+    """Six methods at three lengths; `learned` has errors at the two lengths past its table."""
     return made_up.six_bare_runs()
 
 
@@ -26,7 +26,7 @@ def lines_of(figure):
 
 
 def texts_of(figure):
-    """What is written, with the box that each takes."""
+    """Each visible text of a figure, with the box that it covers."""
     figure.draw_without_rendering()
     found = list(figure.texts)
     for legend in figure.legends:
@@ -131,7 +131,7 @@ def test_the_figure_of_one_run_and_one_length(perplexity):
     assert len(lines_of(figure)) == (perplexity is not None)
 
 
-def test_runs_of_one_method_are_told_apart():
+def test_runs_of_one_method_have_different_names():
     runs = [
         bare_run("alibi", [bare_row(128, 4.5), bare_row(256, 4.4, stride=64)], 128, "short"),
         bare_run(
@@ -156,7 +156,7 @@ def test_runs_of_one_method_are_told_apart():
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 6])
-def test_nothing_that_is_written_overlaps(count):
+def test_no_texts_overlap(count):
     for name, figure in figures.draw(made_up.results(count)).items():
         page = figure.bbox
         for (one, box), (other, second) in itertools.combinations(texts_of(figure), 2):
@@ -201,15 +201,15 @@ def test_the_bars_of_a_gain_are_its_parts():
     run = made_up.run("none")
     figure = figures.split([run])
     (axes,) = figure.axes
-    steps = run["decomposition"]["lengths"][1:]
+    entries = run["decomposition"]["lengths"][1:]
     heights = [[bar.get_height() for bar in bars] for bars in axes.containers if len(bars) == 1]
     assert np.ravel(heights).tolist() == [
-        step[part]["nats"] for step in steps for part in ("early_tokens", "context")
+        entry[part]["nats"] for entry in entries for part in ("early_tokens", "context")
     ]
-    # One part lowers the loss and the other raises it: each starts from 0.
+    # One part lowers the loss and the other raises it, so both bars start at 0.
     assert {bar.get_y() for bars in axes.containers if len(bars) == 1 for bar in bars} == {0.0}
     totals = [bars.lines[0].get_ydata()[0] for bars in axes.containers if len(bars) == 3]
-    assert totals == [step["gain"]["nats"] for step in steps]
+    assert totals == [entry["gain"]["nats"] for entry in entries]
 
 
 def test_parts_of_one_sign_stand_on_each_other():
@@ -233,12 +233,12 @@ def test_a_run_that_explodes_leaves_the_others_visible_and_says_so():
     assert high - low < 0.5
     low, high = rotary.get_ylim()
     assert low < -2.1
-    assert "a y axis of its own" in figure.get_suptitle()
+    assert "its own y axis" in figure.get_suptitle()
 
 
-def test_runs_alike_share_their_y_axis():
+def test_similar_runs_share_their_y_axis():
     figure = figures.split([made_up.run("rotary"), made_up.run("sinusoidal")])
-    assert "of its own" not in figure.get_suptitle()
+    assert "its own" not in figure.get_suptitle()
     assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
 
 

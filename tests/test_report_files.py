@@ -19,20 +19,20 @@ FIGURES += ["split", "position_curve", "resolution"]
 
 @pytest.fixture
 def bare():
-    """Six methods at three lengths, learned past its table at two; perplexities alone."""
+    """Six methods at three lengths with perplexities alone; `learned` has errors at two lengths."""
     return made_up.results(made_up.six_bare_runs())
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Everything of two runs, and the folder that has it."""
+    """Complete results of two runs, and the folder with their files."""
     results = made_up.results([made_up.run("alibi"), made_up.run("learned")])
     folder = tmp_path_factory.mktemp("eval")
     report.write(results, folder)
     return results, folder
 
 
-def test_what_is_written_appears_whole(written, tmp_path):
+def test_files_appear_complete(written, tmp_path):
     results, _ = written
     folder = tmp_path / "deep" / "eval"
     paths = report.write(results, folder)
@@ -64,7 +64,7 @@ def test_a_write_that_fails_leaves_the_old_file(bare, tmp_path):
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space"):
-        files._whole(path, half)
+        files._write_whole(path, half)
     assert json.loads(path.read_text()) == bare
 
 
@@ -99,7 +99,7 @@ def test_the_csv_has_an_error_in_place_of_a_number(bare, tmp_path):
     report.write(bare, tmp_path)
     with (tmp_path / "results.csv").open(newline="") as file:
         errors = [row for row in csv.DictReader(file) if row["error"]]
-    # A comma in it included.
+    # The error of a row has a comma.
     assert [(row["position"], row["length"], row["error"]) for row in errors] == [
         ("learned", length, f"no embedding, for a length of {length}") for length in ("256", "1024")
     ]
@@ -177,9 +177,12 @@ def test_what_renders_needs_no_jax():
 
 
 def test_what_may_be_missing_is_left_out(tmp_path):
-    results = made_up.results([made_up.least(made_up.run(name)) for name in ("alibi", "rotary")])
+    results = made_up.results(
+        [made_up.without_optional_parts(made_up.run(name)) for name in ("alibi", "rotary")]
+    )
     report.write(results, tmp_path)
-    assert "LongPPL has no number: no checkpoint." in report.table(results)
+    words = " ".join(report.table(results).split())
+    assert "LongPPL has no result: no checkpoint." in words
     frame = pandas.read_csv(tmp_path / "results.csv")
     assert not set(made_up.MAY_BE_MISSING) & set(frame.quantity)
     assert frame.low.isna().all()

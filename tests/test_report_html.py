@@ -110,7 +110,7 @@ def test_figures_stand_inline_with_a_caption_each(written):
     _, _, parsed = written
     tags = [tag for tag, _ in parsed.elements]
     assert tags.count("figure") == tags.count("svg") == tags.count("figcaption") == 6
-    # Text in them stays text.
+    # Text in the figures stays text.
     assert "evaluation length (tokens)" in parsed.text
 
 
@@ -128,10 +128,10 @@ def test_names_and_texts_cannot_break_out():
     html, parsed = made(made_up.results([run, other]))
     assert "<script" not in html
     assert not any(tag == "script" for tag, _ in parsed.elements)
-    # As it stands: in the folder, the command, the text, the passage and the largest gain.
+    # Unchanged in the folder, the command, the text, the passage and the largest gain.
     text = " ".join(parsed.text)
     assert text.count(HOSTILE) >= 8
-    # The passage of the fixture has a tag in it too.
+    # The made-up passage contains a tag, and the page has such a tag of its own.
     assert ("b", {}) in parsed.elements
     assert "<b>Peace" not in html
 
@@ -161,7 +161,7 @@ def test_a_passage_is_coloured_by_gain_and_keeps_its_white_space():
         (' title="gain 0.0000 nats: 2.0000, then 2.0000"', "<i>∅</i>"),
         (' class="g4" title="gain 0.2500 nats: 2.0000, then 1.7500"', "c"),
     ]
-    # Nothing but the pieces: white space between them would show.
+    # The passage is nothing but the pieces: it would show white space between them.
     assert re.sub(r"<span.*?</span>", "", pieces, flags=re.DOTALL) == ""
 
 
@@ -183,7 +183,7 @@ def text_of(results):
 
 
 def test_what_may_be_missing_is_a_dash_or_left_out():
-    results = made_up.results([made_up.least(made_up.run("alibi"))])
+    results = made_up.results([made_up.without_optional_parts(made_up.run("alibi"))])
     html, parsed = made(results)
     text = " ".join(parsed.text)
     assert "None" not in text
@@ -199,8 +199,9 @@ def test_each_resampling_is_a_limit():
         row["resampled"] = "40 blocks of text"
     runs[0]["decomposition"]["resampled"] = "9 documents"
     assert (
-        "those of perplexities resample 12 documents and 40 blocks of text, those of gains and "
-        "their parts 9 documents and 12 documents." in text_of(made_up.results(runs))
+        "The intervals of perplexities resample 12 documents and 40 blocks of text. The intervals "
+        "of gains and their parts resample 9 documents and 12 documents."
+        in text_of(made_up.results(runs))
     )
 
 
@@ -210,15 +211,15 @@ def test_bold_compares_the_same_tokens_only():
     runs[2]["config"]["data"] = {"tokenizer": "bpe"}
     html, _ = made(made_up.results(runs))
     assert re.findall(r"<b>([\d.]+)</b>", html) == ["4.000"]
-    assert "among runs of one text and tokenizer" in html
+    assert "among runs with the same text and tokenizer" in " ".join(html.split())
 
 
-def test_windows_of_attention_are_counted_once_where_alike():
+def test_the_windows_of_attention_are_counted_once_if_all_lengths_have_as_many():
     run = made_up.run("alibi")
-    assert "Over 8 windows of each length." in text_of(made_up.results([run]))
+    assert "Measured on 8 windows of each length." in text_of(made_up.results([run]))
     run["attention"] = run["attention"][:2]
     run["attention"][1]["windows"] = 1
-    assert "Over 8 windows of 128 tokens and 1 window of 256 tokens." in text_of(
+    assert "Measured on 8 windows of 128 tokens and 1 window of 256 tokens." in text_of(
         made_up.results([run])
     )
 

@@ -9,7 +9,7 @@ from alibi_jax.report import table
 
 @pytest.fixture
 def six():
-    """Six methods at three lengths, learned past its table at two."""
+    """Six methods at three lengths; `learned` has errors at the two lengths past its table."""
     return made_up.results(made_up.six_bare_runs())
 
 
@@ -23,7 +23,7 @@ def test_the_table_has_a_line_a_run_and_protocol(six):
     assert body[0] == ["runs/alibi", "alibi", "128", "nonoverlapping", "4.500*", "5.250*", "5.000*"]
     assert body[1] == ["runs/alibi", "alibi", "128", "sliding:64", "4.250*", "4.125*"]
     assert body[3] == ["runs/learned", "learned", "128", "nonoverlapping", "6.500", "—", "—"]
-    assert lines[10] == "* the lowest of its protocol and length"
+    assert lines[10] == "* the lowest perplexity of its protocol and length"
     assert lines[11:14] == [
         f"runs/learned, nonoverlapping at {n:,}: no embedding, for a length of {n}"
         for n in (256, 1024)
@@ -55,7 +55,7 @@ def test_one_run_alone_has_no_mark():
     assert "*" not in table(made_up.results([run]))
 
 
-def test_what_is_rescaled_has_a_name_of_its_own():
+def test_a_rescaled_run_has_its_own_name():
     plain = bare_run("rotary", [bare_row(128, 4.0), bare_row(256, 6.0)])
     scaled = bare_run("rotary", [bare_row(128, 4.0), bare_row(256, None)], rescaling="yarn:8")
     lines = table(made_up.results([plain, scaled])).splitlines()
@@ -105,7 +105,7 @@ def test_parts_without_intervals_are_numbers_alone():
     assert parts.splitlines()[3].split()[-4:] == ["0.0310", "0.0300", "0.0010", "512"]
 
 
-def test_each_run_is_read_out_below_the_tables():
+def test_each_run_has_a_paragraph_below_the_tables():
     sentences = table(made_up.results(2)).split("\n\n")[2:]
     assert [text.partition(":")[0] for text in sentences] == ["runs/alibi", "runs/rotary"]
     assert all(len(line) <= 100 for text in sentences for line in text.splitlines())
@@ -114,14 +114,14 @@ def test_each_run_is_read_out_below_the_tables():
 def test_no_line_ends_between_a_number_and_its_sign():
     results = made_up.results(1)
     for length in range(1, 100):
-        # Other names move the lines' ends.
+        # Names of other lengths break the lines at other words.
         results["runs"][0]["workdir"] = "x" * length
         lines = table(results).splitlines()
         assert any(" % of" in line for line in lines)
         assert not any(line.lstrip().startswith("%") for line in lines)
 
 
-def test_runs_of_other_tokens_are_marked_among_themselves():
+def test_the_mark_compares_runs_with_the_same_tokens_only():
     runs = [bare_run(name, [bare_row(128, ppl)]) for name, ppl in (("alibi", 4.5), ("none", 4.0))]
     runs += [bare_run("rotary", [bare_row(128, 9.0)]), bare_run("t5", [bare_row(128, 8.0)])]
     for run in runs[2:]:
@@ -129,7 +129,8 @@ def test_runs_of_other_tokens_are_marked_among_themselves():
     lines = table(made_up.results(runs)).splitlines()
     assert [line.split()[4] for line in lines[3:7]] == ["4.500", "4.000*", "9.000", "8.000*"]
     assert lines[7] == (
-        "* the lowest of its protocol and length among runs of one text and tokenizer"
+        "* the lowest perplexity of its protocol and length among runs with the same text and "
+        "tokenizer"
     )
     alone = table(made_up.results(runs[1:3]))
     assert "*" not in alone
@@ -143,12 +144,13 @@ def test_attention_without_a_number_is_a_note():
 
 def test_a_context_that_hurts_is_noted_below_the_parts():
     run = made_up.run("rotary")
-    assert "a context that hurts" not in table(made_up.results([run]))
+    assert "does not measure" not in table(made_up.results([run]))
     run["decomposition"]["lengths"][-1]["curse"] = made_up.interval(-0.5, 0.1)
     lines = table(made_up.results([run])).split("\n\n")[1].splitlines()
     assert lines[-1] == (
-        "runs/rotary at 4,096: what stands under early tokens is that windows spare most targets a "
-        "context that hurts"
+        'runs/rotary at 4,096: the column "early tokens" does not measure early tokens. The loss '
+        "with the whole context is higher than in non-overlapping windows, where most targets see "
+        "less context."
     )
 
 

@@ -8,40 +8,60 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from alibi_jax.report.figures import NAMES, draw
+from alibi_jax.report.figures import NAMES, draw, figure_names
 from alibi_jax.report.html import page
 from alibi_jax.report.tidy import COLUMNS, tidy
 
+_SUFFIXES = ("png", "svg")
+
 
 def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
-    """Writes results.json, results.csv, the figures and report.html; each appears whole.
+    """Writes results.json, results.csv, the figures and report.html; returns their paths.
 
-    Figures of an earlier evaluation in the folder that this one does not have are removed.
+    No file is ever incomplete. Removes figures of an earlier evaluation in the folder that these
+    results do not have.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Read before results.json is replaced.
+    earlier_figures = _earlier_figures(folder)
     written = [
-        _whole(
+        _write_whole(
             folder / "results.json",
             lambda path: path.write_text(json.dumps(results, indent=1)),
         ),
-        _whole(folder / "results.csv", lambda path: _write_csv(results, path)),
+        _write_whole(folder / "results.csv", lambda path: _write_csv(results, path)),
     ]
-    # The numbers are on disk before anything is drawn, all is drawn before a figure is replaced.
+    # The numbers are on disk before anything is drawn, and everything is drawn before any figure
+    # is replaced: a failure loses no numbers and leaves the old figures together.
     figures = draw(results)
     html = page(results, figures)
     for name, figure in figures.items():
-        for suffix in ("png", "svg"):
-            written.append(_whole(folder / f"{name}.{suffix}", partial(figure.savefig, dpi=160)))
-    for name in set(NAMES) - set(figures):
-        for suffix in ("png", "svg"):
+        for suffix in _SUFFIXES:
+            path = folder / f"{name}.{suffix}"
+            written.append(_write_whole(path, partial(figure.savefig, dpi=160)))
+    for name in earlier_figures - set(figures):
+        for suffix in _SUFFIXES:
             (folder / f"{name}.{suffix}").unlink(missing_ok=True)
     return [
         *written,
-        _whole(folder / "report.html", lambda path: path.write_text(html, encoding="utf-8")),
+        _write_whole(folder / "report.html", lambda path: path.write_text(html, encoding="utf-8")),
     ]
 
 
-def _whole(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> pathlib.Path:
+def _earlier_figures(folder: pathlib.Path) -> set[str]:
+    """Names of the figures that an earlier evaluation may have written.
+
+    The figures of unknown protocols follow from the earlier results.json, so that no file that
+    only looks like a figure of the report is removed.
+    """
+    try:
+        return {*NAMES, *figure_names(json.loads((folder / "results.json").read_text()))}
+    except (OSError, ValueError, LookupError, TypeError):
+        return set(NAMES)
+
+
+def _write_whole(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> pathlib.Path:
+    """Makes the file beside its path and moves it there once it is complete."""
     fresh = path.with_name(f".{path.name}.new{path.suffix}")
     make(fresh)
     os.replace(fresh, path)

@@ -1,9 +1,10 @@
-"""Results as one self-contained page: no script, no file beside it, no request."""
+"""Results as one self-contained page: no script, no separate file, no network request."""
 
 import importlib.resources
 import io
 import math
 import re
+from html import escape
 from typing import Any
 
 import jinja2
@@ -12,61 +13,54 @@ from matplotlib.figure import Figure
 
 from alibi_jax.report.formatting import (
     Entry,
-    alike,
-    bounds,
-    counted,
-    errors,
-    listed,
-    lowest,
-    measured_attention,
-    nats,
-    percent,
-    protocol_name,
-    run_names,
-    significant,
-    steps,
-    unbroken,
+    count_noun,
+    format_confidence,
+    format_interval,
+    format_nats,
+    format_percent,
+    format_perplexity,
+    join_with_and,
+    keep_percent_together,
 )
-from alibi_jax.report.sentences import reading, summary
+from alibi_jax.report.protocols import describe, protocol_name, protocols_of
+from alibi_jax.report.runs import (
+    all_comparable,
+    error_notes,
+    gains_by_length,
+    lowest_perplexities,
+    measured_attention,
+    run_names,
+)
+from alibi_jax.report.sentences import run_sentences
+from alibi_jax.report.summary import summary
 
-# Shades of a gain or loss by token: this many each way.
+# Number of shades for gains by token, and as many for losses.
 _SHADES = 8
 _FONTS = ["Helvetica", "Arial", "DejaVu Sans", "sans-serif"]
-# Matplotlib's own would name addresses.
+# Matplotlib's default metadata contains web addresses.
 _NO_METADATA = {name: None for name in ("Creator", "Date", "Format", "Type")}
+# Question and caption of the figures that belong to no protocol, by figure name.
 _CAPTIONS = {
-    "extrapolation": (
-        "Does the model hold past its training length?",
-        "Perplexity in non-overlapping windows by evaluation length; lower is better, the dotted "
-        "line is the training length. A longer window also has fewer targets with little context, "
-        "so a falling line alone does not show that longer context helps.",
-    ),
-    "extrapolation_sliding": (
-        "Does it hold where hardly any target has little context?",
-        "Perplexity in sliding windows: past the first window only the last targets of each count.",
-    ),
-    "extrapolation_fixed": (
-        "Does longer context itself help?",
-        "Perplexity where each target has exactly the evaluation length as context, the same "
-        "targets at each length. A line that falls past the dotted one uses the longer context.",
-    ),
     "split": (
-        "What is the gain from longer inputs made of?",
-        "Bars above 0 lower the loss, bars below raise it. The hatched part comes from fewer "
-        "targets early in their window, the plain part from longer context. The diamond is both "
-        "together, with its interval. Where the early token curse is negative, windows spare most "
-        "targets a context that hurts: the hatched part is then what they hide of that.",
+        "Where does the gain from longer inputs come from?",
+        "Bars above 0 lower the loss, bars below 0 raise it. The hatched part comes from fewer "
+        "targets early in their window, the plain part from longer context. The diamond is the "
+        "total gain, with its interval. Where the early token curse is negative, the loss with "
+        "the whole context is higher than in non-overlapping windows, where most targets see less "
+        "context. The hatched part then does not measure early tokens, but how much of the higher "
+        "loss the windows hide.",
     ),
     "position_curve": (
-        "How much does a target lose that sees little of its window?",
-        "Mean loss by context in the window. A line that turns up marks the context that the "
-        "model cannot use; lines that lie on each other differ only in how far they go.",
+        "How does the loss depend on the context in the window?",
+        "Mean loss by the number of tokens that a target sees in its window. Where a line turns "
+        "up, the model cannot use that much context. Lines that coincide differ only in how far "
+        "they go.",
     ),
     "resolution": (
-        "Does attention still tell near keys from far ones?",
+        "Does attention still distinguish near keys from far keys?",
         "Attention resolution by length (Sun et al. 2022, equation 3): how much the attention "
-        "weight falls from one key to the next, on average over what is attended to. Thick: the "
-        "model; thin: each of its layers.",
+        "weight falls from one key to the next, averaged with the attention weights. Thick lines: "
+        "the models. Thin lines: their layers.",
     ),
 }
 
@@ -77,28 +71,29 @@ def page(results: dict[str, Any], figures: dict[str, Figure]) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
-        "bounds": bounds,
         "count": lambda number: f"{number:,}",
-        "counted": counted,
+        "count_noun": count_noun,
         "exp": math.exp,
-        "nats": nats,
-        "listed": listed,
-        "percent": percent,
+        "interval": format_interval,
+        "join_with_and": join_with_and,
+        "nats": format_nats,
+        "percent": format_percent,
+        "perplexity": format_perplexity,
         "protocol_name": protocol_name,
-        "significant": significant,
     }
     text = importlib.resources.files(__package__).joinpath("template.html").read_text("utf-8")
-    runs = results["runs"]
+    runs, confidence = results["runs"], results["asked"]["confidence"]
+    captions = _figure_captions(runs)
     return environment.from_string(text).render(
         results=results,
-        asked=_asked(results),
-        confidence=f"{100 * results['asked']['confidence']:g} %",
-        mixed=any(alike(runs, run) != runs for run in runs),
-        summary=unbroken(summary(results)),
-        runs=[_shown(run, name) for run, name in zip(runs, run_names(runs))],
-        protocols=_protocols(runs),
+        options={name: str(value) for name, value in results["asked"].items() if value is not None},
+        confidence=format_confidence(confidence),
+        all_comparable=all_comparable(runs),
+        summary=keep_percent_together(summary(results)),
+        runs=[_run_for_page(run, name, confidence) for run, name in zip(runs, run_names(runs))],
+        protocols=_protocol_tables(runs),
         figures=[
-            (name, *_CAPTIONS[name], inline_svg(figure, name, _CAPTIONS[name][0]))
+            (name, *captions[name], inline_svg(figure, name, captions[name][0]))
             for name, figure in figures.items()
         ],
         limits=_limits(runs),
@@ -108,7 +103,7 @@ def page(results: dict[str, Any], figures: dict[str, Figure]) -> str:
 
 
 def inline_svg(figure: Figure, name: str, title: str) -> str:
-    """A figure as an element of a page, each id in it with `name` before it; text stays text."""
+    """A figure as an SVG element for a page; text stays text, each id starts with `name`."""
     file = io.StringIO()
     options: dict[Any, Any] = {
         "svg.fonttype": "none",
@@ -120,25 +115,35 @@ def inline_svg(figure: Figure, name: str, title: str) -> str:
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{name}-", svg)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
 
 
-def _shown(run: Entry, name: str) -> Entry:
-    """A run with what the page says of it; a part that was not measured is empty."""
+def _figure_captions(runs: list[Entry]) -> dict[str, tuple[str, str]]:
+    """The question and the caption of each figure, by figure name."""
+    descriptions = [describe(protocol) for protocol in protocols_of(runs)]
+    return _CAPTIONS | {text.figure: (text.question, text.caption) for text in descriptions}
+
+
+def _run_for_page(run: Entry, name: str, confidence: float) -> Entry:
+    """A run with its name, sentences and tables; the table of an unmeasured part is empty."""
     return run | {
         "name": name,
-        "reading": [unbroken(sentence) for sentence in reading(run)],
-        "steps": steps(run),
-        "curve": _curve(run),
-        "attention": _attention(run),
-        "errors": errors(run),
-        "scale": _scale(run),
+        "sentences": [keep_percent_together(text) for text in run_sentences(run, confidence)],
+        "gains_by_length": gains_by_length(run),
+        "curve": _curve_table(run),
+        "attention": _attention_tables(run),
+        "errors": error_notes(run),
+        "scale": _strong_gain(run),
     }
 
 
-def _protocols(runs: list[Entry]) -> list[Entry]:
-    """A table for each protocol: a line a run, in it a row, or None, and the lowest by length."""
-    best = lowest(runs)
+def _protocol_tables(runs: list[Entry]) -> list[Entry]:
+    """A table for each protocol: its name, its lengths, and a line for each run with rows.
+
+    A line is the run's index and, for each length, the row (None without one) and the lowest
+    perplexity among comparable runs (None without one).
+    """
+    lowest = lowest_perplexities(runs)
     tables = []
     for protocol in dict.fromkeys(protocol_name(row) for run in runs for row in run["rows"]):
         by_run = [
@@ -152,10 +157,10 @@ def _protocols(runs: list[Entry]) -> list[Entry]:
                 "lengths": lengths,
                 "lines": [
                     (
-                        number,
-                        [(rows.get(x), best[number].get((protocol, x))) for x in lengths],
+                        index,
+                        [(rows.get(x), lowest[index].get((protocol, x))) for x in lengths],
                     )
-                    for number, rows in enumerate(by_run)
+                    for index, rows in enumerate(by_run)
                     if rows
                 ],
             }
@@ -163,8 +168,8 @@ def _protocols(runs: list[Entry]) -> list[Entry]:
     return tables
 
 
-def _attention(run: Entry) -> Entry:
-    """Each measure of each head, a line a head, a column a length."""
+def _attention_tables(run: Entry) -> Entry:
+    """A table for each attention statistic: a line for each head, a column for each length."""
     measured = measured_attention(run)
     heads = [
         (layer["layer"], head)
@@ -173,7 +178,7 @@ def _attention(run: Entry) -> Entry:
     ]
     return {
         "lengths": [entry["length"] for entry in measured],
-        "windows": _windows(measured),
+        "windows": _window_counts(measured),
         "measures": {
             measure: [
                 (
@@ -188,8 +193,8 @@ def _attention(run: Entry) -> Entry:
     }
 
 
-def _curve(run: Entry) -> Entry:
-    """The loss by context: a line for each bin, with its point at each length, if any."""
+def _curve_table(run: Entry) -> Entry:
+    """The loss by context: a line for each bin, with its point (or None) at each length."""
     lengths = sorted(map(int, run["position_nll"]))
     points = {
         (point["context_from"], point["context_to"], length): point
@@ -206,31 +211,26 @@ def _curve(run: Entry) -> Entry:
     }
 
 
-def _windows(measured: list[Entry]) -> str:
+def _window_counts(measured: list[Entry]) -> str:
     counts = {entry["windows"] for entry in measured}
     if len(counts) == 1:
-        return f"{counted(counts.pop(), 'window')} of each length"
-    return listed(
+        return f"{count_noun(counts.pop(), 'window')} of each length"
+    return join_with_and(
         [
-            f"{counted(entry['windows'], 'window')} of {entry['length']:,} tokens"
+            f"{count_noun(entry['windows'], 'window')} of {entry['length']:,} tokens"
             for entry in measured
         ]
     )
 
 
-def _asked(results: Entry) -> dict[str, str]:
-    """What was asked for, as it reads; what was not is left out."""
-    return {name: str(value) for name, value in results["asked"].items() if value is not None}
-
-
 def _limits(runs: list[Entry]) -> dict[str, list[Any]]:
-    """How many targets gains are of, and what each interval resamples, each once."""
-    parts = [run["decomposition"] for run in runs if run["decomposition"]]
+    """The numbers of targets of the gains, and what the intervals resample, without repetition."""
+    decompositions = [run["decomposition"] for run in runs if run["decomposition"]]
     rows = [row for run in runs for row in run["rows"] if "error" not in row]
     return {
-        "targets": list(dict.fromkeys(part["targets"] for part in parts)),
+        "targets": list(dict.fromkeys(entry["targets"] for entry in decompositions)),
         "perplexities": _resampled(rows),
-        "gains": _resampled(parts),
+        "gains": _resampled(decompositions),
     }
 
 
@@ -238,8 +238,8 @@ def _resampled(entries: list[Entry]) -> list[str]:
     return list(dict.fromkeys(entry["resampled"] for entry in entries if entry["resampled"]))
 
 
-def _scale(run: Entry) -> float:
-    """The gain of a token that gets the strongest colour: 19 of 20 in the passage are less."""
+def _strong_gain(run: Entry) -> float:
+    """The gain with the strongest colour in the passage: its 95th percentile by size, in nats."""
     passage = (run["gain"] or {}).get("passage")
     if not passage or "error" in passage:
         return 1.0

@@ -5,101 +5,116 @@ from typing import Any
 
 from alibi_jax.report.formatting import (
     Entry,
-    alike,
-    bounds,
-    breaks_down,
-    errors,
-    label,
-    listed,
-    lowest,
-    nats,
-    protocol_name,
-    steps,
-    suffix,
-    unbroken,
+    format_confidence,
+    format_interval,
+    format_nats,
+    join_with_and,
+    keep_percent_together,
 )
-from alibi_jax.report.sentences import reading
+from alibi_jax.report.protocols import protocol_name
+from alibi_jax.report.runs import (
+    all_comparable,
+    error_notes,
+    gains_by_length,
+    lowest_perplexities,
+    position_label,
+    rescaling_suffix,
+    whole_context_hurts,
+)
+from alibi_jax.report.sentences import run_sentences
 
 _WIDTH = 100
-_AMONG = " among runs of one text and tokenizer"
 
 
 def table(results: dict[str, Any]) -> str:
-    """Perplexities by length, what the gain from longer inputs is made of, and that in words."""
-    runs = results["runs"]
-    sections = [_perplexities(runs), _decompositions(results), *map(_sentences, runs)]
+    """A table of perplexities, a table of the gain's parts, and a paragraph about each run."""
+    runs, confidence = results["runs"], results["asked"]["confidence"]
+    sections = [_perplexities(runs), _decompositions(runs, confidence)]
+    sections += [_paragraph(run, confidence) for run in runs]
     return "\n\n".join(filter(None, sections))
 
 
 def _perplexities(runs: list[Entry]) -> str:
-    """One line a run and protocol, one column a length, * at the lowest of each column."""
-    tables = lowest(runs)
-    rows = [(run, row, best) for run, best in zip(runs, tables) for row in run["rows"]]
+    """A line for each run and protocol, a column for each length, * at the lowest of a column."""
+    lowest_per_run = lowest_perplexities(runs)
+    rows = [(run, row, lowest) for run, lowest in zip(runs, lowest_per_run) for row in run["rows"]]
     lengths = sorted({row["length"] for _, row, _ in rows})
     header = ["run", "position", "trained at", "protocol", *(f"{length}" for length in lengths)]
     lines: dict[tuple[str, ...], dict[int, str]] = {}
-    for run, row, best in rows:
+    for run, row, lowest in rows:
         protocol = protocol_name(row)
-        name = (run["workdir"], label(run), str(run["train_length"]), protocol)
+        name = (run["workdir"], position_label(run), str(run["train_length"]), protocol)
         cells = lines.setdefault(name, {})
         if "error" in row:
             cells[row["length"]] = "—"
         else:
-            is_best = row["perplexity"] == best.get((protocol, row["length"]))
-            cells[row["length"]] = f"{row['perplexity']:.3f}" + "*" * is_best
+            is_lowest = row["perplexity"] == lowest.get((protocol, row["length"]))
+            cells[row["length"]] = f"{row['perplexity']:.3f}" + "*" * is_lowest
     body = [
         [*name, *(cells.get(length, "") for length in lengths)] for name, cells in lines.items()
     ]
     split = ", ".join(sorted({run["split"] for run in runs}))
-    notes = [f"{run['workdir']}{suffix(run)}, {error}" for run in runs for error in errors(run)]
-    if any(tables):
-        among = "" if all(alike(runs, run) == runs for run in runs) else _AMONG
-        notes.insert(0, f"* the lowest of its protocol and length{among}")
+    notes = [
+        f"{run['workdir']}{rescaling_suffix(run)}, {note}"
+        for run in runs
+        for note in error_notes(run)
+    ]
+    if any(lowest_per_run):
+        among = "" if all_comparable(runs) else " among runs with the same text and tokenizer"
+        notes.insert(0, f"* the lowest perplexity of its protocol and length{among}")
     return "\n".join([f"perplexity per token, {split} split", *_aligned(header, body), *notes])
 
 
-def _decompositions(results: dict[str, Any]) -> str:
-    """One line a run and length: the gain and its parts; empty where none was measured."""
+def _decompositions(runs: list[Entry], confidence: float) -> str:
+    """A line for each run and length: the gain and its parts; empty without a decomposition."""
     header = ["run", "position", "from", "to", "gain", "early tokens", "context", "targets"]
     body = [
         [
             run["workdir"],
-            label(run),
+            position_label(run),
             f"{run['decomposition']['base']}",
-            f"{step['length']}",
+            f"{entry['length']}",
             *(
-                nats(step[part]["nats"]) + bounds(step[part])
+                format_nats(entry[part]["nats"]) + format_interval(entry[part])
                 for part in ("gain", "early_tokens", "context")
             ),
             f"{run['decomposition']['targets']}",
         ]
-        for run in results["runs"]
-        for step in steps(run)
+        for run in runs
+        for entry in gains_by_length(run)
     ]
     if not body:
         return ""
-    hurt = [
-        f"{run['workdir']}{suffix(run)} at {listed(lengths)}: what stands under early tokens is "
-        "that windows spare most targets a context that hurts"
-        for run in results["runs"]
-        if (lengths := [f"{step['length']:,}" for step in steps(run) if breaks_down(step)])
+    headings = [
+        "gain from longer inputs = gain from fewer early tokens + gain from longer context "
+        "(nats per token)"
     ]
-    return "\n".join(
-        ["gain from longer inputs = by fewer early tokens + by longer context, in nats a token"]
-        + ["(in brackets: the interval of each)"] * any("[" in line[4] for line in body)
-        + _aligned(header, body, names=2)
-        + hurt
-    )
+    if any("[" in line[4] for line in body):
+        headings.append(f"(in brackets: {format_confidence(confidence)} intervals)")
+    notes = [
+        f'{run["workdir"]}{rescaling_suffix(run)} at {join_with_and(lengths)}: the column "early '
+        'tokens" does not measure early tokens. The loss with the whole context is higher than in '
+        "non-overlapping windows, where most targets see less context."
+        for run in runs
+        if (
+            lengths := [
+                f"{entry['length']:,}"
+                for entry in gains_by_length(run)
+                if whole_context_hurts(entry)
+            ]
+        )
+    ]
+    return "\n".join([*headings, *_aligned(header, body, names=2), *notes])
 
 
-def _sentences(run: Entry) -> str:
-    sentences = reading(run)
+def _paragraph(run: Entry, confidence: float) -> str:
+    sentences = run_sentences(run, confidence)
     if not sentences:
         return ""
     text = textwrap.fill(
-        unbroken(" ".join(sentences)),
+        keep_percent_together(" ".join(sentences)),
         _WIDTH,
-        initial_indent=f"{run['workdir']}{suffix(run)}: ",
+        initial_indent=f"{run['workdir']}{rescaling_suffix(run)}: ",
         subsequent_indent="  ",
         break_long_words=False,
         break_on_hyphens=False,
@@ -108,7 +123,10 @@ def _sentences(run: Entry) -> str:
 
 
 def _aligned(header: list[str], body: list[list[str]], names: int = 4) -> list[str]:
-    """Columns below each other: names to the left, numbers to the right, each * after its own."""
+    """The lines with aligned columns: the first `names` to the left, numbers to the right.
+
+    A * stands after its number and does not count for the alignment.
+    """
     lines = [header, *body]
     widths = [max(len(line[i].rstrip("*")) for line in lines) for i in range(len(header))]
 

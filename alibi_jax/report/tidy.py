@@ -6,9 +6,9 @@ from typing import Any
 
 from alibi_jax.report.formatting import Entry
 
-ABOUT = ("workdir", "position", "rescaling", "train_length", "step", "split")
+_RUN_COLUMNS = ("workdir", "position", "rescaling", "train_length", "step", "split")
 COLUMNS = (
-    *ABOUT,
+    *_RUN_COLUMNS,
     "quantity",
     "protocol",
     "length",
@@ -25,8 +25,8 @@ COLUMNS = (
     "error",
 )
 
-# Of a row of results, and their units. `low` and `high` are of nll and perplexity alone.
-_ROW = {
+# Numbers in a row of results, with their units. Only nll and perplexity have `low` and `high`.
+_ROW_UNITS = {
     "nll": "nats/token",
     "perplexity": "per token",
     "word_perplexity": "per word",
@@ -44,33 +44,34 @@ _ROW = {
 
 
 def tidy(results: dict[str, Any]) -> list[Entry]:
-    """Every number with its quantity and unit; columns that do not apply are left out.
+    """Rows of one number each, with its quantity and unit; columns that do not apply are left out.
 
     `context_from` and `context_to` are the bin of a position_nll, the two lengths that a gain or
-    a part of it compares, or the two contexts of a gain by token. An error has no quantity.
+    a part of it compares, or the two contexts that a gain by token compares. A row with an error
+    has no quantity.
     """
-    parts = (_rows, _positions, _early_tokens, _decomposition, _attention, _gain)
+    sections = (_rows, _positions, _early_tokens, _decomposition, _attention, _gain)
     return [
-        {name: run[name] for name in ABOUT} | row
+        {name: run[name] for name in _RUN_COLUMNS} | row
         for run in results["runs"]
-        for part in parts
-        for row in part(run)
+        for section in sections
+        for row in section(run)
     ]
 
 
 def _rows(run: Entry) -> Iterator[Entry]:
     for row in run["rows"]:
-        about = {name: row[name] for name in ("protocol", "length", "stride")}
+        columns = {name: row[name] for name in ("protocol", "length", "stride")}
         if "error" in row:
-            yield about | {"error": row["error"]}
+            yield columns | {"error": row["error"]}
             continue
-        about["targets"] = row["targets"]
-        for quantity, unit in _ROW.items():
+        columns["targets"] = row["targets"]
+        for quantity, unit in _ROW_UNITS.items():
             if row[quantity] is not None:
                 yield (
-                    about
+                    columns
                     | {"quantity": quantity, "value": row[quantity], "unit": unit}
-                    | (_row_interval(row, quantity))
+                    | _row_interval(row, quantity)
                 )
 
 
@@ -111,20 +112,21 @@ def _early_tokens(run: Entry) -> Iterator[Entry]:
 
 
 def _decomposition(run: Entry) -> Iterator[Entry]:
-    parts = run["decomposition"]
-    if parts is None:
+    decomposition = run["decomposition"]
+    if decomposition is None:
         return
-    for entry in parts["lengths"]:
-        about = {"length": entry["length"], "targets": parts["targets"]}
+    for entry in decomposition["lengths"]:
+        columns = {"length": entry["length"], "targets": decomposition["targets"]}
         for protocol in ("nonoverlapping", "fixed"):
-            yield about | {"protocol": protocol} | _interval("decomposition_nll", entry[protocol])
-        yield about | _interval("curse", entry["curse"])
+            loss = _interval("decomposition_nll", entry[protocol])
+            yield columns | {"protocol": protocol} | loss
+        yield columns | _interval("curse", entry["curse"])
         for context in ("smallest_context", "mean_context", "largest_context"):
-            here = about | {"protocol": "nonoverlapping"}
-            yield here | _number(f"decomposition_{context}", float(entry[context]), "tokens")
-        between = {"context_from": parts["base"], "context_to": entry["length"]}
+            number = _number(f"decomposition_{context}", float(entry[context]), "tokens")
+            yield columns | {"protocol": "nonoverlapping"} | number
+        columns |= {"context_from": decomposition["base"], "context_to": entry["length"]}
         for part in ("gain", "early_tokens", "context"):
-            yield about | between | _interval(part, entry[part])
+            yield columns | _interval(part, entry[part])
 
 
 def _attention(run: Entry) -> Iterator[Entry]:
@@ -135,39 +137,41 @@ def _attention(run: Entry) -> Iterator[Entry]:
             continue
         yield length | _resolution(entry)
         for layer in entry["layers"]:
-            about = length | {"layer": layer["layer"]}
-            yield about | _resolution(layer)
+            layer_columns = length | {"layer": layer["layer"]}
+            yield layer_columns | _resolution(layer)
             for number, head in enumerate(layer["heads"]):
-                here = about | {"head": number}
-                yield here | _resolution(head)
-                yield here | _number("attention_distance", head["distance"], "tokens")
-                yield here | _number("attention_entropy", head["entropy"], "nats")
+                head_columns = layer_columns | {"head": number}
+                yield head_columns | _resolution(head)
+                yield head_columns | _number("attention_distance", head["distance"], "tokens")
+                yield head_columns | _number("attention_entropy", head["entropy"], "nats")
 
 
 def _gain(run: Entry) -> Iterator[Entry]:
     gain = run["gain"]
     if gain is None:
         return
-    about = {
+    columns = {
         "context_from": gain["short"],
         "context_to": gain["long"],
         "targets": gain["targets"],
     }
-    yield about | _interval("token_gain", gain["nats"])
-    yield about | _number("token_gain_improved", gain["improved"], "share of targets")
+    yield columns | _interval("token_gain", gain["nats"])
+    yield columns | _number("token_gain_improved", gain["improved"], "share of targets")
     for point in gain["quantiles"]:
-        yield about | _number(f"token_gain_quantile_{point['share']}", point["nats"], "nats/token")
+        yield columns | _number(
+            f"token_gain_quantile_{point['share']}", point["nats"], "nats/token"
+        )
     for point in gain["concentration"]:
         name = f"token_gain_of_top_{point['targets']}"
-        yield about | _number(name, point["gain"], "share of gains")
+        yield columns | _number(name, point["gain"], "share of gains")
     if "error" in (gain["passage"] or {}):
-        yield about | {"error": f"passage: {gain['passage']['error']}"}
-    found = gain["long_ppl"]
-    about["targets"] = found.get("key_targets")
-    if "error" in found:
-        yield about | {"error": f"LongPPL: {found['error']}"}
+        yield columns | {"error": f"passage: {gain['passage']['error']}"}
+    long_ppl = gain["long_ppl"]
+    columns["targets"] = long_ppl.get("key_targets")
+    if "error" in long_ppl:
+        yield columns | {"error": f"LongPPL: {long_ppl['error']}"}
     else:
-        yield about | _number("long_ppl", found["perplexity"], "per token")
+        yield columns | _number("long_ppl", long_ppl["perplexity"], "per token")
 
 
 def _number(quantity: str, value: float, unit: str) -> Entry:
