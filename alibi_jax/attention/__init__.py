@@ -1,4 +1,4 @@
-"""Softmax attention with a bias given by positions: one entry, four engines behind it."""
+"""Softmax attention with a bias that is a function of positions; four engines compute it."""
 
 from alibi_jax.attention.api import alibi_attention, attention
 from alibi_jax.biases import Bias

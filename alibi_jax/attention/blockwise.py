@@ -127,7 +127,7 @@ def _key_loop_bounds(
     visibility: Visibility,
     any_block_masked: bool,
 ) -> KeyLoopBounds:
-    """Adds to `blocks` which of them are full; none is where `any_block_masked`."""
+    """`blocks`, and the full blocks among them; no block is full where `any_block_masked`."""
     start, stop = blocks
     if any_block_masked:
         return KeyLoopBounds(start, start, start, stop)

@@ -1,7 +1,7 @@
 """Flash attention, for all heads at once or for one head after another, and its gradient.
 
-The loop over heads is inside the one operation that has a gradient. Around a loop of such
-operations, JAX would stack a copy of the inputs that the gradient of each iteration needs.
+The loop over heads is inside one operation with one gradient. Had each iteration its own gradient,
+JAX would stack copies of the inputs that these gradients need.
 """
 
 import functools

@@ -227,5 +227,5 @@ def _block_min_max(
 
 
 def _count_leading(x: Bool[Array, "query_blocks key_blocks"]) -> Int[Array, "query_blocks"]:
-    """The number of true entries before the first false entry of each row."""
+    """The number of true entries before the first false entry, per row."""
     return jnp.cumprod(x.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
