@@ -1,6 +1,6 @@
-"""What a training step computes, and what devices can compute.
+"""The floating-point operations of a training step, and the peak rates of devices.
 
-Counted from the configuration and not read from the compiler, which counts the body of a loop once.
+They are counted from the configuration. The compiler's own count has the body of a loop only once.
 """
 
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from typing import NamedTuple
 from alibi_jax.config import ACTIVATIONS, REMATS, Config, Model
 from alibi_jax.model.adaptive_softmax import make_bands
 
-# By how JAX calls the device, the first that it begins with: Cloud TPU documentation; NVIDIA's data
-# sheets, without sparsity.
+# Peak bfloat16 FLOP/s, by the beginning of JAX's name for the device; the first match counts.
+# Sources: the Cloud TPU documentation; NVIDIA's data sheets, without sparsity.
 PEAKS = {
     "TPU v4 lite": 138e12,
     "TPU v4": 275e12,
@@ -29,51 +29,58 @@ PEAKS = {
 
 
 class Flops(NamedTuple):
-    """Of a training step on all devices together: what it takes, and what is computed again."""
+    """The floating-point operations of a training step on all devices together.
+
+    `products` are those of the matrix products with parameters, `attention` those of attention,
+    and `recomputed` those that the backward pass repeats from the forward pass.
+    """
 
     products: float
     attention: float
-    again: float
+    recomputed: float
 
     @property
     def model(self) -> float:
-        """What the model takes, however it is computed: the numerator of MFU."""
+        """The operations without recomputation: the numerator of MFU."""
         return self.products + self.attention
 
 
 def step_flops(config: Config, vocab_size: int) -> Flops:
-    """Multiplications and additions of a training step, two for each product's term.
+    """The multiplications and additions of a training step: two per term of a matrix product.
 
-    The backward pass takes twice the forward pass. Attention is causal: half of all pairs. What a
-    position method adds is left out, and so are an adaptive softmax's rarer bands, whose share of
-    targets only the text has.
+    The backward pass takes twice as many as the forward pass. Causal attention takes half of all
+    pairs. The count omits the position methods, and the rarer bands of an adaptive softmax, because
+    their share of the targets depends on the text.
     """
     model, train = config.model, config.train
     tokens = train.batch_size * train.length
     width, ff = model.width, model.ff_width or 4 * model.width
     kv_heads = model.num_kv_heads or model.num_heads
     gated = ACTIVATIONS[model.activation].gated
-    heads = 2 * model.num_heads + 2 * kv_heads
-    layer = 2.0 * width * (heads * model.head_size + (3 if gated else 2) * ff)
+    projected_heads = 2 * model.num_heads + 2 * kv_heads
+    layer = 2.0 * width * (projected_heads * model.head_size + (3 if gated else 2) * ff)
     pairs = (train.length + 1) / 2
     attention = 2.0 * 2.0 * model.num_heads * model.head_size * pairs * model.num_layers
     layers, logits = layer * model.num_layers, 2.0 * width * vocabulary_rows(model, vocab_size)
     remat = REMATS[model.remat]
-    again = layers * remat.recomputes_projections + attention * remat.recomputes_attention
-    # Chunks of logits are always computed again; of what is in one chunk that is little.
-    products = layers + logits + _projections(model, vocab_size)
-    return Flops(3 * tokens * products, 3 * tokens * attention, tokens * (again + logits))
+    recomputed = layers * remat.recomputes_projections + attention * remat.recomputes_attention
+    # Chunks of logits are always recomputed. Logits of a single chunk are not, but they are few.
+    products = layers + logits + _band_projections(model, vocab_size)
+    return Flops(3 * tokens * products, 3 * tokens * attention, tokens * (recomputed + logits))
 
 
 def vocabulary_rows(model: Model, vocab_size: int) -> int:
-    """Logits of each position: of all tokens, or of an adaptive softmax's first band."""
+    """The number of logits per token: those of the vocabulary, or of an adaptive first band."""
     if not model.cutoffs:
         return vocab_size
     return make_bands(model, vocab_size)[0].size + len(model.cutoffs)
 
 
-def _projections(model: Model, vocab_size: int) -> float:
-    """Of an adaptive vocabulary, in and, but for the first band, out."""
+def _band_projections(model: Model, vocab_size: int) -> float:
+    """Operations per token of an adaptive vocabulary's projections.
+
+    All bands count for the input, all but the first for the output.
+    """
     if not model.cutoffs:
         return 0.0
     widths = [band.width for band in make_bands(model, vocab_size)]
@@ -81,8 +88,8 @@ def _projections(model: Model, vocab_size: int) -> float:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Of bfloat16 products a second, as the device's maker says; None where it isn't known."""
+    """The peak bfloat16 FLOP/s that the device's maker states; None for an unknown device."""
     if "MIG" in device_kind:
-        # A part of a device.
+        # The device is a part of a GPU (Multi-Instance GPU), with a part of its rate.
         return None
     return next((peak for kind, peak in PEAKS.items() if device_kind.startswith(kind)), None)

@@ -1,4 +1,7 @@
-"""Text from a model: prompts of any lengths, one cache, greedy or sampled."""
+"""Generates tokens after prompts of any lengths, greedily or by sampling, with one cache.
+
+Axes: B prompts, T tokens, V vocabulary.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -30,51 +33,53 @@ def generate(
 ) -> list[list[int]]:
     """The tokens that follow each prompt, up to and without `stop_token`.
 
-    At temperature 0 the likeliest token each time; above, a draw from softmax(logits /
-    temperature) over the likeliest tokens that together have a probability of at least `top_p`
-    (Holtzman et al. 2020, section 3.1). A prompt's tokens do not depend on the others': shorter
-    ones are padded on the left, unseen, and each row draws from a key of its own (`key` split,
-    or given as one a row).
+    At temperature 0 each token is the likeliest one. Above 0 each token is drawn from
+    softmax(logits / temperature) over the likeliest tokens that together have a probability of at
+    least `top_p` (Holtzman et al. 2020, section 3.1). The tokens of a prompt do not depend on the
+    other prompts: shorter prompts are padded on the left with invisible tokens, and each row has
+    a random key of its own (`key` is split, or holds one key per prompt).
 
-    With a `cache_tolerance`, for models of linear biases, each head keeps only its last keys, all
-    others having at most that share of a token's attention wherever scores spread no wider than
-    `cache_gap` (`Transformer.init_cache`).
+    A `cache_tolerance` is for models with linear biases only. Each head then keeps only its last
+    keys. All other keys have at most that share of a token's attention weight, wherever the spread
+    of the scores is at most `cache_gap` (`Transformer.init_cache`).
 
-    One pass over the prompts and one loop over the new tokens are compiled, for each model,
-    number of prompts, greatest prompt length and `max_new_tokens`; with a `cache_tolerance`, also
-    for the numbers of keys that the slopes ask for.
+    Two functions are compiled: one pass over the prompts, and one loop over the new tokens. They
+    are compiled for each model, number of prompts, greatest prompt length and `max_new_tokens`;
+    with a `cache_tolerance`, also for the numbers of keys that follow from the slopes.
 
     Raises:
-        ValueError: for prompts that are empty or not of the vocabulary, options out of range,
-            a length that a learned table does not reach, or, after decoding, a greater share
-            left out of some token's attention than `cache_tolerance`.
+        ValueError: if a prompt is empty or has a token that is not in the vocabulary, if an option
+            is out of range, if the length exceeds a learned position table, or, after decoding, if
+            the omitted share of some token's attention exceeds `cache_tolerance`.
     """
-    tokens, real = _padded(prompts, model.vocabulary.vocab_size)
+    tokens, token_mask = _pad_prompts(prompts, model.vocabulary.vocab_size)
     batch_size, length = tokens.shape
     if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be a whole number of at least 1")
     max_new_tokens = int(max_new_tokens)
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be at least 0")
-    # Below, float32 would have 0, by which nothing can be divided.
+    # In float32 a smaller temperature is 0, and dividing by it would give NaN.
     sampled = temperature >= float(np.finfo(np.float32).tiny)
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
-    # The last token is given out, but not taken in.
-    total = int(real.sum(axis=1).max()) + max_new_tokens - 1
+    # The last new token is returned, but not passed to the model.
+    total = int(token_mask.sum(axis=1).max()) + max_new_tokens - 1
     if model.max_length is not None and total > model.max_length:
         raise ValueError(
-            f"a prompt of {total - max_new_tokens + 1} tokens and {max_new_tokens} new ones pass "
-            f"position {model.max_length}, where the learned positions end"
+            f"a prompt of {total - max_new_tokens + 1} tokens and {max_new_tokens} new tokens need "
+            f"more than the {model.max_length} learned positions"
         )
     if temperature > 0.0 and key is None:
         raise ValueError(f"temperature={temperature} draws at random: give a key")
     keys = jax.random.key(0) if key is None else key
     if not isinstance(keys, jax.Array) or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
-        raise ValueError("key must be made by jax.random.key, and may be split, one a prompt")
+        raise ValueError("key must come from jax.random.key; it may be split into one per prompt")
     keys = jax.random.split(keys, batch_size) if keys.ndim == 0 else keys
     if keys.shape != (batch_size,):
-        raise ValueError(f"{keys.shape[0]} keys for {batch_size} prompts: give one, or one each")
+        raise ValueError(
+            f"{keys.shape[0]} keys for {batch_size} prompts: give one key, or one key per prompt"
+        )
     graphdef, state = nnx.split(model)
     cache = model.init_cache(
         batch_size,
@@ -82,7 +87,7 @@ def generate(
         tolerance=cache_tolerance,
         gap=None if cache_tolerance is None else cache_gap,
     )
-    logits, cache = prefill(graphdef, state, tokens, real, cache)
+    logits, cache = prefill(graphdef, state, tokens, token_mask, cache)
     new, cache = decode(
         graphdef,
         state,
@@ -97,13 +102,13 @@ def generate(
     )
     if cache_tolerance is not None and isinstance(cache, BoundedKVCache):
         share = float(cache.omitted_share.max())
-        # Also where it is no number.
+        # The negation also catches NaN.
         if not share <= cache_tolerance:
             raise ValueError(
-                f"up to {share:.2g} of a token's attention was left out, more than "
+                f"the cache omitted up to {share:.2g} of a token's attention, more than "
                 f"cache_tolerance={cache_tolerance:g}: give a cache_gap above {cache_gap:g}"
             )
-    return [_until(row, stop_token) for row in np.asarray(new).tolist()]
+    return [_cut_at_stop(row, stop_token) for row in np.asarray(new).tolist()]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
@@ -111,12 +116,12 @@ def prefill(
     graphdef: Any,
     state: Any,
     tokens: Int[Array, "B T"],
-    real: Bool[Array, "B T"],
+    token_mask: Bool[Array, "B T"],
     cache: KVCache | BoundedKVCache,
 ) -> tuple[Float[Array, "B V"], KVCache | BoundedKVCache]:
-    """The logits after the prompts, and the cache, which was empty, with the prompts in it."""
+    """The logits after the prompts, and the cache, empty before, with the prompts in it."""
     model = nnx.merge(graphdef, state)
-    hidden, cache = model.hidden_states_with_cache(tokens, cache, real=real)
+    hidden, cache = model.hidden_states_with_cache(tokens, cache, token_mask=token_mask)
     return model.logits(hidden[:, -1:])[:, 0], cache
 
 
@@ -133,10 +138,10 @@ def decode(
     max_new_tokens: int,
     sampled: bool,
 ) -> tuple[Int[Array, "B {max_new_tokens}"], KVCache | BoundedKVCache]:
-    """The new tokens, one after another, and the cache, which takes the place of the one given.
+    """The new tokens, generated one by one, and the final cache, which reuses the given buffers.
 
-    After a row's stop token come only more of it; ends before `max_new_tokens` once all rows have
-    stopped.
+    After its stop token a row is filled with stop tokens. The loop ends before `max_new_tokens`
+    once all rows have stopped.
     """
     model = nnx.merge(graphdef, state)
     layers = model.unstacked_layers()
@@ -145,59 +150,65 @@ def decode(
         if not sampled:
             return logits.argmax(axis=-1).astype(jnp.int32)
         step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, step)
-        # Less the greatest, so that no temperature makes an infinity of two.
+        # The greatest logit becomes 0, so that no temperature makes several logits +infinity.
         scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
-        drawn = jax.vmap(jax.random.categorical)(step_keys, nucleus(scaled, top_p))
-        return drawn.astype(jnp.int32)
+        sampled_tokens = jax.vmap(jax.random.categorical)(step_keys, nucleus(scaled, top_p))
+        return sampled_tokens.astype(jnp.int32)
 
-    def put(tokens: Array, step: Array, chosen: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(tokens, chosen[:, None], step, axis=1)
+    def write_token(tokens: Array, step: Array, token: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
 
-    def going_on(carry: tuple[Any, ...]) -> Bool[Array, ""]:
-        step, chosen, *_ = carry
-        return (step < max_new_tokens) & (chosen != stop_token).any()
+    def is_unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
+        step, token, *_ = carry
+        return (step < max_new_tokens) & (token != stop_token).any()
 
-    def one_more(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        step, last, tokens, cache = carry
-        # What comes after a row's stop token is not given out, and should not count.
-        real = (last != stop_token)[:, None]
+    def decode_step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        step, previous, tokens, cache = carry
+        # Tokens after a row's stop token are not returned, so their omitted share must not count.
+        token_mask = (previous != stop_token)[:, None]
         hidden, cache = model.hidden_states_with_cache(
-            last[:, None], cache, real=real, layers=layers
+            previous[:, None], cache, token_mask=token_mask, layers=layers
         )
-        chosen = choose(step, model.logits(hidden)[:, 0])
-        chosen = jnp.where(last == stop_token, stop_token, chosen)
-        return step + 1, chosen, put(tokens, step, chosen), cache
+        token = choose(step, model.logits(hidden)[:, 0])
+        token = jnp.where(previous == stop_token, stop_token, token)
+        return step + 1, token, write_token(tokens, step, token), cache
 
     first = choose(jnp.int32(0), logits)
     tokens = jnp.full((logits.shape[0], max_new_tokens), stop_token)
-    carry = (jnp.int32(1), first, put(tokens, jnp.int32(0), first), cache)
-    _, _, tokens, cache = jax.lax.while_loop(going_on, one_more, carry)
+    carry = (jnp.int32(1), first, write_token(tokens, jnp.int32(0), first), cache)
+    _, _, tokens, cache = jax.lax.while_loop(is_unfinished, decode_step, carry)
     return tokens, cache
 
 
 def nucleus(logits: Float[Array, "B V"], top_p: float | Float[Array, ""]) -> Float[Array, "B V"]:
-    """Logits with -inf for all but the likeliest tokens of together at least `top_p`."""
+    """Logits with -inf for all but the likeliest tokens with a total probability of `top_p`.
+
+    The likeliest tokens are the fewest whose total is at least `top_p`; tokens that are equally
+    likely as the last of them stay too.
+    """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)
-    # What the likelier tokens have together.
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # At 1 all are kept, whatever their sum is rounded to; and the likeliest always.
-    kept = (before < top_p) | (jnp.asarray(top_p) >= 1.0)
-    kept = kept.at[..., 0].set(True)
-    least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
-    return jnp.where(logits >= least, logits, -jnp.inf)
+    # The total probability of the likelier tokens.
+    likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # A `top_p` of 1 keeps all tokens, even if their sum is rounded to less. One token always stays.
+    keep = (likelier < top_p) | (jnp.asarray(top_p) >= 1.0)
+    keep = keep.at[..., 0].set(True)
+    threshold = jnp.where(keep, ordered, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
-def _padded(
+def _pad_prompts(
     prompts: Sequence[Prompt], vocab_size: int
 ) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
-    """The prompts padded on the left, and where they are real."""
+    """The prompts, padded on the left, and a mask that is False for padding."""
     if not len(prompts):
         raise ValueError("there is no prompt: give at least one")
     rows = [np.asarray(prompt) for prompt in prompts]
     for number, row in enumerate(rows):
         if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
-            raise ValueError(f"prompt {number} is no list of token ids, which are whole numbers")
+            raise ValueError(
+                f"prompt {number} must be a list of token ids, which are whole numbers"
+            )
         if not row.size:
             raise ValueError(f"prompt {number} is empty: give at least one token")
         if row.min() < 0 or row.max() >= vocab_size:
@@ -207,12 +218,13 @@ def _padded(
             )
     length = max(row.size for row in rows)
     tokens = np.zeros((len(rows), length), np.int32)
-    real = np.zeros((len(rows), length), bool)
+    token_mask = np.zeros((len(rows), length), bool)
     for number, row in enumerate(rows):
         tokens[number, length - row.size :] = row
-        real[number, length - row.size :] = True
-    return tokens, real
+        token_mask[number, length - row.size :] = True
+    return tokens, token_mask
 
 
-def _until(tokens: list[int], stop_token: int | None) -> list[int]:
+def _cut_at_stop(tokens: list[int], stop_token: int | None) -> list[int]:
+    """The tokens before the first stop token."""
     return tokens[: tokens.index(stop_token)] if stop_token in tokens else tokens

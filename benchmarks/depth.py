@@ -73,7 +73,7 @@ def _trainer(layers: int) -> Trainer:
 
 def _step(layers: int, unrolled: int) -> Callable[[], object]:
     """A step of so many layers, in a loop where there are more than `unrolled`."""
-    usual, layer_stack._UNROLLED = layer_stack._UNROLLED, unrolled
+    usual, layer_stack._MAX_UNROLLED = layer_stack._MAX_UNROLLED, unrolled
     trainer = _trainer(layers)
     state = [trainer.initial_state()]
     tokens = np.random.default_rng(0).integers(0, _VOCABULARY, (32, 129), np.int32)
@@ -85,7 +85,7 @@ def _step(layers: int, unrolled: int) -> Callable[[], object]:
         return jax.block_until_ready(metrics)
 
     step()
-    layer_stack._UNROLLED = usual
+    layer_stack._MAX_UNROLLED = usual
     return step
 
 

@@ -33,7 +33,7 @@ def main() -> int:
     """Prints a line a size."""
     jax.config.update("jax_platforms", "cpu")
     cli.start_devices()
-    usual = losses.LOGITS
+    usual = losses.MAX_CHUNK_LOGITS
     sizes = [usual >> 6, usual >> 4, usual >> 2, usual >> 1, usual, usual << 1, usual << 2]
     runs: dict[str | int, Callable[[], float]] = {"": _timing.product_rate(_DTYPE.value)}
     memory = {}
@@ -75,14 +75,14 @@ def _prepare(size: int) -> tuple[Callable[[], object], float]:
     def loss(*arrays: jax.Array) -> jax.Array:
         return losses.token_nll(*arrays).sum()
 
-    usual, losses.LOGITS = losses.LOGITS, size
+    usual, losses.MAX_CHUNK_LOGITS = losses.MAX_CHUNK_LOGITS, size
     try:
         with jax.set_mesh(mesh):
             # A function of its own: one that was traced before would be remembered.
             step = jax.jit(jax.value_and_grad(lambda *x: loss(*x), (0, 1)))
             compiled = step.lower(*arrays).compile()
     finally:
-        losses.LOGITS = usual
+        losses.MAX_CHUNK_LOGITS = usual
     used = compiled.memory_analysis().temp_size_in_bytes / 2**20
     return lambda: jax.block_until_ready(compiled(*arrays)), used
 

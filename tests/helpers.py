@@ -1,4 +1,4 @@
-"""What several test files need."""
+"""Helpers of several test files."""
 
 import math
 import operator
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def mesh_of(data, fsdp, context, tensor):
-    """A mesh of these sizes over the first devices that it takes."""
+    """A mesh of these sizes over the first devices."""
     from alibi_jax.config import Mesh
     from alibi_jax.distributed.sharding import make_mesh
 
@@ -17,24 +17,24 @@ def mesh_of(data, fsdp, context, tensor):
 
 
 def layers_of(params):
-    """The parameters of each layer, out of their stacks."""
+    """The parameters of each layer, sliced out of their stacks."""
     stacks = params["layers"]["stacks"]
-    depths = {place: len(jax.tree.leaves(stack)[0]) for place, stack in stacks.items()}
+    depths = {index: len(jax.tree.leaves(stack)[0]) for index, stack in stacks.items()}
     return [
         jax.tree.map(operator.itemgetter(number // len(stacks)), stacks[number % len(stacks)])
         for number in range(sum(depths.values()))
     ]
 
 
-def assert_same_arrays(one, other):
-    """The same tree, and in it the same numbers bit for bit."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other)):
+def assert_same_arrays(left, right):
+    """Asserts that two trees have the same structure and the same arrays, bit for bit."""
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for (path, a), b in zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right)):
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path), strict=True)
 
 
 def every_jaxpr(jaxpr):
-    """A jaxpr and, recursively, those in the parameters of its equations."""
+    """A jaxpr and, recursively, the jaxprs in the parameters of its equations."""
     yield jaxpr
     for equation in jaxpr.eqns:
         for parameter in jax.tree.leaves(

@@ -1,10 +1,9 @@
 """Every position method on every path through the model, against the oracle in float64.
 
-Most run without jit and share few shapes, so that each operation is compiled once for all.
+Most tests run without jit and share few shapes, so that each operation is compiled once.
 """
 
 import functools
-import importlib
 import itertools
 import zlib
 
@@ -16,22 +15,20 @@ import pytest
 from flax import nnx
 from helpers import mesh_of
 
-from alibi_jax.attention import statistics
+from alibi_jax.attention import engines, statistics
 from alibi_jax.config import POSITIONS, Config, Model
 from alibi_jax.distributed.sharding import named_sharding
 from alibi_jax.model import Transformer, abstract_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-# The package gives the function the name of its module.
-engines = importlib.import_module("alibi_jax.attention.engines")
 
 VOCAB = 12
 TRAIN_LENGTH = 16
 BATCH, LENGTH = 4, 8
-# Of the sums of a whole forward pass in float32; logits are of size 5.
+# Tolerance for a whole forward pass in float32; logits are about 5.
 EXACT = 1e-5
 
-# So few that all that can be drawn can be tried.
+# So small that the tests can try all positions that a method may draw.
 MAX_SHIFT, RANDOMIZED_RANGE = 7, 9
 CASES = {
     **{
@@ -60,13 +57,13 @@ POSSIBLE = {
     "shape": [range(shift, shift + LENGTH) for shift in range(MAX_SHIFT + 1)],
     "randomized": list(itertools.combinations(range(RANDOMIZED_RANGE), LENGTH)),
 }
-# One method of each place where positions enter.
-PLACES = ("sinusoidal", "rotary", "transformer_xl", "alibi", "t5", "fox")
+# One method for each part of the model that positions can enter.
+REPRESENTATIVES = ("sinusoidal", "rotary", "transformer_xl", "alibi", "t5", "fox")
 every_case = pytest.mark.parametrize("case", CASES)
 
 
 def config_of(case, **changes):
-    # Two query heads for each key head, and shapes that are the same for all.
+    # Two query heads for each key head, and the same shapes in all cases.
     values = {"num_layers": 2, "width": 16, "num_heads": 4, "num_kv_heads": 2}
     values = values | CASES[case] | changes
     return Model(**values)
@@ -74,7 +71,7 @@ def config_of(case, **changes):
 
 @functools.cache
 def make(case, **changes):
-    """A model all of whose parameters are drawn, those of the positions too."""
+    """A model with random parameters, including those of its position method."""
     model = Transformer(
         config_of(case, **changes),
         vocab_size=VOCAB,
@@ -85,7 +82,7 @@ def make(case, **changes):
     for leaf in jax.tree.leaves(
         nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
     ):
-        # By numpy, here and below: nothing to compile.
+        # numpy, here and below, so that nothing is compiled.
         drawn = np.asarray(leaf[...]) + 0.3 * rng.normal(size=leaf.shape)
         leaf[...] = jnp.asarray(drawn, jnp.float32)
     return model
@@ -104,7 +101,7 @@ def logits_of(model, tokens, **kwargs):
 
 
 def expected(case, tokens, positions=None, segment_ids=None, params=None, **changes):
-    """The oracle's logits, row by row; zero where there is padding."""
+    """The oracle's logits, row by row; zero at padding."""
     batch, length = tokens.shape
     config = config_of(case, **changes)
     params = params_of(make(case, **changes)) if params is None else params
@@ -144,23 +141,23 @@ def test_evaluation(case):
 
 @every_case
 def test_evaluation_in_blocks(case, monkeypatch):
-    monkeypatch.setattr(engines, "_DENSE_SCORES", 0)
-    monkeypatch.setattr(engines, "_DENSE_QUERIES", 0)
-    monkeypatch.setattr(engines, "_BLOCK", {"cpu": 3})
-    # One of two blocks, and two queries that are left.
+    monkeypatch.setattr(engines, "_DENSE_MAX_SCORES", 0)
+    monkeypatch.setattr(engines, "_DENSE_MAX_QUERIES", 0)
+    monkeypatch.setattr(engines, "_BLOCK_SIZE", {"cpu": 3})
+    # Two blocks of three queries, and two more queries.
     tokens = some_tokens()
-    # Compiled as a whole: the loop over blocks would be anyway, anew in each layer.
+    # Compiled as a whole: otherwise JAX would compile the loop over blocks in each layer.
     logits = jax.jit(functools.partial(logits_of, make(case)))(tokens)
     assert_exact(logits, expected(case, tokens))
 
 
 @every_case
-def test_e3_rows_with_positions_of_their_own(case):
+def test_e3_each_row_has_its_own_positions(case):
     positions = np.array(
         [range(8), range(8, 16), [0, 1, 3, 4, 7, 9, 12, 15], [1, 3, 4, 5, 9, 10, 11, 13]]
     )
     if "learned" not in make(case).positions:
-        # Past the training length, and T5's last bucket of one distance.
+        # Past the training length, and past the last of T5's buckets that hold one distance.
         positions[1] = [0, 2, 3, 17, 40, 41, 95, 140]
     tokens = some_tokens()
     logits = logits_of(make(case), tokens, positions=jnp.asarray(positions))
@@ -170,7 +167,7 @@ def test_e3_rows_with_positions_of_their_own(case):
 @every_case
 def test_d1_d2_d3_packed_and_padded(case):
     """huggingface/transformers#26380, mosaicml/llm-foundry PR#738."""
-    # Whole, two documents, padded on the left, padded on both sides.
+    # One document, two documents, padding on the left, padding on both sides.
     segment_ids = np.array(
         [
             [1, 1, 1, 1, 1, 1, 1, 1],
@@ -222,7 +219,7 @@ def test_a5_training(case):
         [np.abs(expected(case, tokens[row : row + 1], p)[0] - trained[row]).max() for p in drawn]
         for row in range(BATCH)
     ]
-    # Each row stands at positions that the method may draw, and not all at the same.
+    # Each row has positions that the method may draw, and the rows do not all have the same.
     assert np.min(rows, axis=1).max() < EXACT
     assert len(set(np.argmin(rows, axis=1))) > 1
 
@@ -254,15 +251,15 @@ def test_b8_e3_decoding_in_chunks(case):
     positions = np.maximum(np.cumsum(real, axis=1) - 1, 0)
     wanted = expected(case, tokens, positions, real.astype(int))
     for chunks in ([8], [1] * 8, [3, 5], [1, 7]):
-        # One slot to spare, which must not matter.
+        # The cache has one free slot, which must not matter.
         cache, hidden = model.init_cache(BATCH, LENGTH + 1), []
         for end, size in zip(np.cumsum(chunks), chunks):
             part = slice(end - size, end)
             out, cache = model.hidden_states_with_cache(
-                jnp.asarray(tokens[:, part]), cache, real=jnp.asarray(real[:, part])
+                jnp.asarray(tokens[:, part]), cache, token_mask=jnp.asarray(real[:, part])
             )
             hidden.append(out)
-        assert cache.used == LENGTH
+        assert cache.num_tokens == LENGTH
         assert_exact(model.logits(jnp.asarray(np.concatenate(hidden, axis=1))), wanted, real)
 
 
@@ -273,10 +270,10 @@ def test_tokens_past_the_end_of_the_cache(case):
     _, cache = model.hidden_states_with_cache(first, model.init_cache(BATCH, LENGTH + 1))
     with pytest.raises(ValueError, match=r"2 more tokens .* a cache of 9 slots, 8 of them taken"):
         model.hidden_states_with_cache(two, cache)
-    compiled = jax.jit(model.decode)
+    compiled = jax.jit(model.hidden_states_with_cache)
     with pytest.raises(ValueError, match=r"8 more tokens .* a cache of 7 slots"):
         compiled(first, model.init_cache(BATCH, 7))
-    # How many are taken is not known while tracing: NaN, and from then on.
+    # While tracing, the number of taken slots is unknown: then the results are NaN from there on.
     hidden, full = compiled(two, cache)
     assert np.isnan(hidden).all()
     hidden, _ = compiled(one, full)
@@ -286,9 +283,9 @@ def test_tokens_past_the_end_of_the_cache(case):
 
 
 def test_e6_decoding_past_the_learned_table():
-    """facebookresearch/ParlAI PR#1717; a JAX index past the end is silently the last row's."""
+    """facebookresearch/ParlAI PR#1717; a JAX index past the end silently reads the last row."""
     model, tokens = make("learned"), some_tokens(length=TRAIN_LENGTH)
-    compiled = jax.jit(model.decode)
+    compiled = jax.jit(model.hidden_states_with_cache)
     hidden, cache = compiled(jnp.asarray(tokens), model.init_cache(BATCH, TRAIN_LENGTH + 2))
     assert_exact(model.logits(hidden), expected("learned", tokens))
     one = jnp.asarray(tokens[:, :1])
@@ -322,7 +319,7 @@ def test_gradients_with_and_without_rematerialisation(case):
     for (path, one), other in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(others)):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=str(path))
 
-    # Along one direction of all parameters, by central differences of the oracle.
+    # The derivative along one direction of all parameters, by central differences of the oracle.
     rng = np.random.default_rng(2)
     direction = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), params)
 
@@ -343,10 +340,10 @@ def test_vmap(case):
 
 
 @pytest.mark.parametrize(
-    "case", [*PLACES, "fire", "xpos", "alibi, linear", "rotary, ntk", "rotary, yarn"]
+    "case", [*REPRESENTATIVES, "fire", "xpos", "alibi, linear", "rotary, ntk", "rotary, yarn"]
 )
 def test_e4_one_function_for_several_lengths(case):
-    """huggingface/transformers#25104: a long input changed what came after it."""
+    """huggingface/transformers#25104: a long input changed the results of later inputs."""
     graphdef, params = nnx.split(make(case))
     compiled = jax.jit(lambda params, tokens: logits_of(nnx.merge(graphdef, params), tokens))
     for length in (TRAIN_LENGTH, 5):
@@ -354,7 +351,7 @@ def test_e4_one_function_for_several_lengths(case):
         assert_exact(compiled(params, tokens), expected(case, tokens))
 
 
-@pytest.mark.parametrize("case", PLACES)
+@pytest.mark.parametrize("case", REPRESENTATIVES)
 def test_exported(case):
     model, tokens = make(case), some_tokens()
     graphdef = nnx.graphdef(model)
@@ -376,7 +373,7 @@ def test_a3_sharded(case):
 
 
 def on_eight_devices(case):
-    """(graphdef, parameters, tokens, mesh) of one layer, split every way."""
+    """(graphdef, parameters, tokens, mesh) of one layer, sharded along each axis of the mesh."""
     config = Config(model=config_of(case, num_layers=1))
     config.train.length = TRAIN_LENGTH
     mesh = mesh_of(2, 2, 1, 2)
@@ -389,19 +386,19 @@ def on_eight_devices(case):
     return graphdef, params, tokens, mesh
 
 
-# How it attends.
+# Attention statistics.
 
 
 def expected_statistics(case, tokens, monkeypatch, **changes):
-    """Entropies, distances and mean scores by distance, from the scores of the oracle's queries."""
+    """Entropies, distances and mean scores by distance, from the oracle's scores."""
     rows, scores_of = [], oracle.scores_of
 
-    def kept(name, pairs):
+    def record(name, pairs):
         rows.append(scores_of(name, pairs))
         return rows[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(oracle, "scores_of", kept)
+        patch.setattr(oracle, "scores_of", record)
         expected(case, tokens, **changes)
     config, (batch, length) = config_of(case, **changes), tokens.shape
     entropy, distance, scores = ([] for _ in range(3))
@@ -425,17 +422,17 @@ def assert_same_statistics(statistics, wanted):
 
 @every_case
 def test_attention_statistics(case, monkeypatch):
-    # Three queries at a time, and two that are left.
-    monkeypatch.setattr(statistics, "SCORES", 3 * BATCH * 4 * LENGTH)
+    # Chunks of three queries, and two more queries.
+    monkeypatch.setattr(statistics, "MAX_SCORES", 3 * BATCH * 4 * LENGTH)
     tokens = some_tokens()
     measured = jax.jit(make(case).attention_statistics)(tokens)
     assert measured.scores.shape == (2, BATCH, 4, LENGTH)
     assert_same_statistics(measured, expected_statistics(case, tokens, monkeypatch))
 
 
-@pytest.mark.parametrize("case", PLACES)
+@pytest.mark.parametrize("case", REPRESENTATIVES)
 def test_attention_statistics_of_a_model_in_training(case, monkeypatch):
-    """Dropout and remat are the training step's alone."""
+    """Dropout and remat apply to the training step only."""
     model = make(case, remat="full", dropout=0.5, attention_dropout=0.5, activation_dropout=0.5)
     tokens = some_tokens()
     measured = model.attention_statistics(jnp.asarray(tokens))
@@ -453,8 +450,8 @@ def test_attention_statistics_of_a_model_in_training(case, monkeypatch):
 )
 def test_attention_statistics_sharded(case, monkeypatch):
     graphdef, params, tokens, mesh = on_eight_devices(case)
-    # Five queries at a time of the one row and two heads that a device has.
-    monkeypatch.setattr(statistics, "SCORES", 5 * 2 * LENGTH)
+    # Chunks of five queries; each device has one batch row and two heads.
+    monkeypatch.setattr(statistics, "MAX_SCORES", 5 * 2 * LENGTH)
 
     def measure(params):
         return nnx.merge(graphdef, params).attention_statistics(tokens)
@@ -481,15 +478,15 @@ def test_c1_half_precision_is_near_float32_at_length_4096(position):
     for dtype in ("float32", "bfloat16", "float16"):
         config = Model(position=position, num_layers=1, width=16, num_heads=2, dtype=dtype)
         model = Transformer(config, vocab_size=VOCAB, train_length=4096, rngs=nnx.Rngs(0))
-        # Attention weighs more than what it is added to.
+        # Scaled up, so that attention outweighs the residual stream.
         model.layers.stacks[0].attention.out.kernel[...] *= 4
         *first, last = jnp.split(tokens, 16, axis=1)
-        # Keys of a single layer need no attention, and the compiler leaves it out.
-        fill = jax.jit(lambda part, cache, decode=model.decode: decode(part, cache)[1])
+        # In a single layer the keys do not depend on attention: the compiler leaves it out.
+        fill = jax.jit(lambda part, cache, run=model.hidden_states_with_cache: run(part, cache)[1])
         cache = model.init_cache(1, 4096)
         for part in first:
             cache = fill(part, cache)
-        hidden, _ = jax.jit(model.decode)(last, cache)
+        hidden, _ = jax.jit(model.hidden_states_with_cache)(last, cache)
         probabilities[dtype] = np.asarray(jax.nn.softmax(model.logits(hidden[:, -4:])))
     for dtype in ("bfloat16", "float16"):
         apart = np.abs(probabilities[dtype] - probabilities["float32"]).sum(-1) / 2

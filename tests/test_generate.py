@@ -16,12 +16,12 @@ from alibi_jax.positions.biased import Alibi
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 VOCAB = 11
-# Padded to 5, so that each row starts somewhere else.
+# All are padded to length 5, so each row starts at another index.
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3], [7]]
 
 
 def make(position="alibi", vocab_size=VOCAB):
-    """A tiny model, drawn so that it does not repeat one token."""
+    """A tiny model, with random parameters with which it does not repeat one token."""
     config = Model(
         position=position,
         num_layers=1,
@@ -30,7 +30,7 @@ def make(position="alibi", vocab_size=VOCAB):
         num_kv_heads=2,
         tied_embeddings=False,
     )
-    # As far as five tokens and six new ones reach, of which the last has no position yet.
+    # Room for five tokens and six new ones; the last new token needs no position.
     model = Transformer(config, vocab_size=vocab_size, train_length=10, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(4)
     for leaf in jax.tree.leaves(
@@ -42,17 +42,17 @@ def make(position="alibi", vocab_size=VOCAB):
 
 
 def next_logits(model, prompts, generated):
-    """What each of the new tokens was chosen from, by one whole forward pass."""
+    """The logits from which each new token was chosen, computed by one forward pass."""
     texts = [[*prompt, *row[:-1]] for prompt, row in zip(prompts, generated)]
     longest = max(map(len, texts))
-    # Padded on the right, where no token sees it.
+    # The padding is on the right, where no token sees it.
     tokens = jnp.array([text + [0] * (longest - len(text)) for text in texts], jnp.int32)
     logits = np.asarray(model.logits(model.hidden_states(tokens)))
     return [row[len(prompt) - 1 : len(text)] for row, prompt, text in zip(logits, prompts, texts)]
 
 
 def assert_greedy(model, prompts, generated):
-    """Each token is the likeliest after those before it: as if each took a whole pass."""
+    """Asserts that each new token is the likeliest one after a forward pass over all before it."""
     for row, logits in zip(generated, next_logits(model, prompts, generated)):
         np.testing.assert_array_equal(row, logits.argmax(axis=-1))
 
@@ -79,7 +79,7 @@ def test_d1_each_prompt_alone_is_its_row_of_the_batch(position):
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_greedy_is_whole_forward_passes(position):
+def test_greedy_decoding_equals_forward_passes(position):
     model = make(position)
     generated = generate(model, PROMPTS, 6)
     assert {len(row) for row in generated} == {6}
@@ -88,8 +88,9 @@ def test_greedy_is_whole_forward_passes(position):
 
 
 def test_e6_learned_positions_end():
-    """facebookresearch/ParlAI PR#1717. One token less is among the whole forward passes."""
-    with pytest.raises(ValueError, match="prompt of 5 tokens and 7 new ones pass position 10"):
+    """facebookresearch/ParlAI PR#1717. The test of forward passes has one token less."""
+    message = "prompt of 5 tokens and 7 new tokens need more than the 10 learned positions"
+    with pytest.raises(ValueError, match=message):
         generate(make("learned"), PROMPTS, 7)
 
 
@@ -104,7 +105,7 @@ def test_bytes_come_back_as_text():
 # Sampled.
 
 
-# Two of them are 0 in float32.
+# Two of these numbers are 0 in float32.
 @pytest.mark.parametrize(
     "options",
     [{"temperature": 1e-30}, {"temperature": 1e-46}, {"temperature": 1.0, "top_p": 1e-46}],
@@ -119,7 +120,7 @@ def test_draws_do_not_depend_on_the_batch():
     model, keys = make(), jax.random.split(jax.random.key(1), 4)
     options = {"temperature": 1.5, "top_p": 0.9}
     together = generate(model, PROMPTS, 6, key=keys, **options)
-    # One key is split into one a row.
+    # A single key is split into one key per row.
     assert generate(model, PROMPTS, 6, key=jax.random.key(1), **options) == together
     assert generate(model, PROMPTS, 6, key=jax.random.key(2), **options) != together
     assert generate(model, PROMPTS[::-1], 6, key=keys[::-1], **options) == together[::-1]
@@ -148,10 +149,10 @@ def test_draws_follow_the_probabilities():
     common = np.bincount(first).argmax()
     shares, shares_after = map(shares_of, next_logits(model, [prompt], [[common, 0]])[0])
     assert_drawn_from(first, shares)
-    # The second draw is not the first one's again.
+    # The second draw is independent of the first.
     assert_drawn_from(second[first == common], shares_after)
 
-    # Of the likeliest four: with three of them it would not be enough.
+    # Only the likeliest four are drawn: three of them have less probability than `top_p`.
     *_, third, fourth = np.sort(shares)[::-1][:4].cumsum()
     first, _ = draw(top_p=(third + fourth) / 2)
     kept = shares * (shares >= np.sort(shares)[-4])
@@ -160,7 +161,7 @@ def test_draws_follow_the_probabilities():
 
 
 def kept_by_oracle(logits, top_p):
-    """Holtzman et al. 2020, equation 2; of tokens equally likely, all or none."""
+    """Holtzman et al. 2020, equation 2; keeps all or none of several equally likely tokens."""
     weights = np.exp(np.float64(logits) - max(logits))
     shares = weights / weights.sum()
     ordered = np.sort(shares)[::-1]
@@ -178,7 +179,7 @@ def kept_by_oracle(logits, top_p):
 def test_nucleus(quarters, top_p):
     logits = np.array(quarters, np.float32) / 4
     kept = nucleus(jnp.stack([logits, logits[::-1]]), top_p)
-    # What is kept is as it was, the rest can't be drawn, and rows don't mix.
+    # Kept logits are unchanged, the others cannot be drawn, and rows do not mix.
     wanted = np.ones(7, bool) if top_p == 1 else kept_by_oracle(logits, top_p)
     expected = np.where(wanted, logits, -np.inf)
     np.testing.assert_array_equal(kept, [expected, expected[::-1]])
@@ -218,7 +219,7 @@ def test_the_loop_ends_with_the_last_row():
         jax.effects_barrier()
         return len(passes)
 
-    # One pass over the prompts, and one for each new token but the last.
+    # One pass for the prompts, and one for each new token except the last.
     assert counted(None) == 6
     token = first[2]
     assert first.index(token) == 2
@@ -226,7 +227,7 @@ def test_the_loop_ends_with_the_last_row():
     assert counted(token) == 3
 
 
-# What is refused.
+# Invalid arguments.
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_the_loop_ends_with_the_last_row():
         ({"key": jax.random.split(jax.random.key(0), 3)}, "3 keys for 2 prompts"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(changes, message):
+def test_invalid_arguments_are_refused(changes, message):
     arguments = {"prompts": [[1, 2], [3]], "max_new_tokens": 2} | changes
     with pytest.raises(ValueError, match=message):
         generate(make(), **arguments)
@@ -262,13 +263,13 @@ def test_what_cannot_be_meant_is_refused(changes, message):
         ({"prompts": [[[1], [2]]]}, "prompt 0"),
         ({"prompts": [np.array([], np.int32)]}, "prompt 0 is empty"),
         ({"max_new_tokens": 4.0}, "max_new_tokens=4.0"),
-        ({"key": 0}, "key must be"),
-        # Two numbers, which are not keys for the two prompts.
-        ({"key": jax.random.PRNGKey(0)}, "key must be"),
+        ({"key": 0}, "key must come from jax.random.key"),
+        # An old-style key: its two numbers are not two keys for the two prompts.
+        ({"key": jax.random.PRNGKey(0)}, "key must come from jax.random.key"),
     ],
 )
-def test_what_is_of_another_type_is_refused(changes, message, monkeypatch):
-    # Without the checker of the tests, as users run it.
+def test_arguments_of_other_types_are_refused(changes, message, monkeypatch):
+    # Users run the function without the type checks of the tests.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     arguments = {"prompts": [[1, 2], [3]], "max_new_tokens": 2} | changes
     with pytest.raises(ValueError, match=message):

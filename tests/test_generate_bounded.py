@@ -16,7 +16,7 @@ NEGLIGIBLE = 2.0**-24
 
 
 def make(position="alibi", **model):
-    """Eight heads, drawn so that scores spread and no token is repeated for ever."""
+    """A model of eight heads, with widely spread scores, that does not repeat one token."""
     values = {"num_layers": 1, "width": 32, "num_heads": 8, "tied_embeddings": False} | model
     config = Model(position=position, **values)
     made = Transformer(config, vocab_size=VOCAB, train_length=32, rngs=nnx.Rngs(0))
@@ -38,7 +38,7 @@ def lengths_of(cache):
 
 
 def whole(model, tokens, ids):
-    """Of one pass over all; positions count what is real."""
+    """Hidden states of one forward pass over all tokens; positions do not count padding."""
     graphdef, params = nnx.split(model)
     run = jax.jit(
         lambda p, tokens, ids, positions: nnx.merge(graphdef, p).hidden_states(
@@ -50,16 +50,16 @@ def whole(model, tokens, ids):
 
 
 def stepper(model):
-    """`hidden_states_with_cache`, compiled once for each size of a chunk."""
+    """`hidden_states_with_cache`, compiled once for each chunk size."""
     graphdef, params = nnx.split(model)
     run = jax.jit(
-        lambda p, cache, tokens, real: nnx.merge(graphdef, p).hidden_states_with_cache(
-            tokens, cache, real=real
+        lambda p, cache, tokens, token_mask: nnx.merge(graphdef, p).hidden_states_with_cache(
+            tokens, cache, token_mask=token_mask
         )
     )
 
-    def step(cache, tokens, real):
-        return run(params, cache, jnp.asarray(tokens), jnp.asarray(real))
+    def step(cache, tokens, token_mask):
+        return run(params, cache, jnp.asarray(tokens), jnp.asarray(token_mask))
 
     return step
 
@@ -86,16 +86,16 @@ def test_b8_d5_chunks_over_a_bounded_cache_are_the_whole():
     ids = np.ones_like(tokens)
     ids[1, :7] = ids[1, 30:35] = 0
     cache = model.init_cache(2, LENGTH, tolerance=NEGLIGIBLE, gap=10.0)
-    # Steep heads forget what is far, the others need not.
+    # Only the heads with steep slopes have fewer slots than there are tokens.
     assert lengths_of(cache) == [[128, LENGTH], [LENGTH]]
     out, cache = in_chunks(stepper(model), [*[1] * 15, 130, *[1] * 5], tokens, cache, ids)
     hidden = whole(model, tokens, ids)
     np.testing.assert_allclose(out[ids == 1], hidden[ids == 1], atol=1e-5)
-    # Something was left out, and it is known to be little.
+    # Keys were omitted, and their share is proved to be small.
     assert (cache.omitted_share > 0).all()
     assert (cache.omitted_share <= NEGLIGIBLE).all()
-    np.testing.assert_array_equal(cache.real, ids.sum(1))
-    assert cache.used == LENGTH
+    np.testing.assert_array_equal(cache.row_lengths, ids.sum(1))
+    assert cache.num_tokens == LENGTH
 
 
 def test_a_bounded_cache_has_no_end():
@@ -126,7 +126,7 @@ def test_memory_does_not_grow_where_slopes_are_steep():
     # A slot: 8 + 8 features, position, segment id. A group: 3 more numbers. The cache: 2 more.
     slots = sum(64 << n for n in range(8))
     assert at_64k == 4 * (slots * (2 * 8 + 2) + 8 * 3 + 2)
-    # Where no head reaches to the end, 29 times less than all keys; where one does, half.
+    # 29 times less than all keys if no head reaches to the end; half as much if one head does.
     assert 28 < size(65536)[0] / at_64k < 30
     assert 2.3 < size(4096)[0] / size(4096, **bounds)[0] < 2.6
 
@@ -144,25 +144,25 @@ def test_memory_does_not_grow_where_slopes_are_steep():
         ("alibi", {"tolerance": 0.1, "gap": float("nan")}, "gap=nan"),
     ],
 )
-def test_what_no_cache_can_be_bounded_by_is_refused(position, bounds, message):
+def test_methods_and_options_that_bound_no_cache_are_refused(position, bounds, message):
     with pytest.raises(ValueError, match=message):
         make(position, num_layers=2).init_cache(2, 64, **bounds)
 
 
-def test_a_method_that_also_moves_keys_is_refused():
+def test_a_method_that_also_rotates_keys_is_refused():
     model = make()
 
-    class Turned(type(model.positions["alibi"])):
+    class RotatedAlibi(type(model.positions["alibi"])):
         def rotate(self, query, key, query_positions, key_positions):
             return query, key * key_positions[..., None, None]
 
-    model.positions["alibi"] = Turned(num_heads=8)
+    model.positions["alibi"] = RotatedAlibi(num_heads=8)
     with pytest.raises(ValueError, match="position='alibi' is not a linear bias alone"):
         model.init_cache(2, 64, tolerance=0.1, gap=6.0)
 
 
 def test_a_bounded_cache_can_be_made_while_tracing():
-    """Shapes are decided by slopes that are numbers, also there."""
+    """The slopes, which determine shapes, are concrete even there."""
     model = make()
     traced = jax.jit(lambda: model.init_cache(2, 300, tolerance=0.1, gap=6.0))()
     made = model.init_cache(2, 300, tolerance=0.1, gap=6.0)
@@ -172,8 +172,8 @@ def test_a_bounded_cache_can_be_made_while_tracing():
 # Generating.
 
 
-# The same shapes in all that follows, which are compiled once: the steepest head has 64 keys, the
-# others all of 84.
+# All tests below have the same shapes, which are compiled once: the steepest head keeps 64 keys,
+# the others keep all 84.
 OPTIONS = {"cache_tolerance": NEGLIGIBLE, "cache_gap": 10.0}
 
 
@@ -188,12 +188,12 @@ def test_generates_the_same_and_compiles_once(compiled):
 
 
 @pytest.mark.parametrize(("scale", "share"), [(10.0, "1"), (float("nan"), "nan")])
-def test_a_gap_that_was_too_narrow_is_said(scale, share):
+def test_a_gap_that_was_too_narrow_is_reported(scale, share):
     model = make()
     kernel = model.layers.stacks[0].attention.query.kernel
     kernel[...] = kernel[...] * scale
     message = (
-        f"up to {share} of a token's attention was left out, more than "
+        f"the cache omitted up to {share} of a token's attention, more than "
         "cache_tolerance=5.96046e-08: give a cache_gap above 10"
     )
     with pytest.raises(ValueError, match=message):

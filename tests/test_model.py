@@ -17,17 +17,17 @@ from alibi_jax.model.losses import weighted_sum
 from alibi_jax.model.packing import segment_positions, segment_runs
 
 VOCAB = 11
-# Most tests run without jit and share few shapes, batches of 2 and lengths of 9, 5 and 4: each
-# operation is compiled once for all of them. What depends on how a method reaches the model is
-# tested with one method for each way; test_exactness.py holds every method against its paper.
-EVERY_WAY = ["alibi", "learned", "rotary", "t5", "transformer_xl", "fire", "fox", "none"]
+# Most tests run without jit and share few shapes (batches of 2, lengths of 9, 5 and 4), so that
+# each operation is compiled once for all of them. One method for each hook of `PositionMethod` is
+# enough here; test_exactness.py compares every method with its paper.
+ONE_PER_HOOK = ["alibi", "learned", "rotary", "t5", "transformer_xl", "fire", "fox", "none"]
 
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def make(position="alibi", *, vocab_size=VOCAB, train_length=32, **model):
-    """A tiny model. Learned tables weigh as much as tokens, so that tests can see them."""
+    """A tiny model. Learned tables are as large as token embeddings, so that tests see them."""
     values = {"num_layers": 1, "width": 16, "num_heads": 4} | model
     config = Model(position=position, **values)
     made = Transformer(config, vocab_size=vocab_size, train_length=train_length, rngs=nnx.Rngs(0))
@@ -38,7 +38,7 @@ def make(position="alibi", *, vocab_size=VOCAB, train_length=32, **model):
 
 
 def without_positions(model):
-    """The model with the same parameters otherwise, and no position method."""
+    """The model with the same other parameters and no position method."""
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params.pop("positions", None)
     for layer in params["layers"]["stacks"].values():
@@ -55,7 +55,7 @@ def some_tokens(batch, length, seed=0):
 
 
 def logits_of(model, tokens, **kwargs):
-    """Logits of a whole forward pass."""
+    """Logits of a forward pass."""
     return model.logits(model.hidden_states(tokens, **kwargs))
 
 
@@ -67,7 +67,7 @@ def compiled_logits_of(model, tokens):
 def loss_and_gradients(
     model, tokens, targets, weights=None, *, transform=lambda function: function, **kwargs
 ):
-    """((sum, count), gradients of the sum), as training has them."""
+    """((sum, count), gradients of the sum), as in training."""
     graphdef, params = nnx.split(model, nnx.Param)
 
     def loss(params):
@@ -78,8 +78,8 @@ def loss_and_gradients(
     return transform(jax.value_and_grad(loss, has_aux=True))(nnx.to_pure_dict(params))
 
 
-def assert_trees_close(one, other, **tolerances):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerances), one, other)
+def assert_trees_close(left, right, **tolerances):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerances), left, right)
 
 
 def shapes(tree):
@@ -109,7 +109,7 @@ def test_hidden_states_and_logits_are_separate_and_consistent(tied, dtype):
 
 @pytest.mark.parametrize("position", [*POSITIONS, "rotary,none"])
 def test_the_last_tokens_alone_are_as_in_the_whole(position):
-    """Of the others the last layer computes keys and values only."""
+    """For the other tokens the final layer computes only keys and values."""
     model, tokens = make(position, num_layers=2, num_kv_heads=2), some_tokens(2, 9)
     ids = jnp.asarray([[1] * 9, [0, 2, 2, 3, 3, 3, 3, 3, 3]])
 
@@ -118,8 +118,8 @@ def test_the_last_tokens_alone_are_as_in_the_whole(position):
         return [model.hidden_states(tokens, segment_ids=ids, last=last) for last in (None, 1, 4, 9)]
 
     for segment_ids in (None, ids):
-        whole, *some = hidden_states(segment_ids)
-        for last in some:
+        whole, *parts = hidden_states(segment_ids)
+        for last in parts:
             np.testing.assert_allclose(last, whole[:, -last.shape[1] :], atol=2e-6)
 
 
@@ -128,7 +128,7 @@ def test_logits_of_a_fresh_model_are_of_unit_scale():
     assert 0.5 < logits.std() < 2
 
 
-@pytest.mark.parametrize("position", EVERY_WAY)
+@pytest.mark.parametrize("position", ONE_PER_HOOK)
 def test_no_token_sees_the_future(position):
     model, tokens = make(position), some_tokens(2, 9)
     changed = tokens.at[:, 6:].set((tokens[:, 6:] + 1) % VOCAB)
@@ -151,14 +151,14 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_variant_has_finite_gradients_of_every_parameter(variant):
     model = make(**{"attention_dropout": 0.1} | variant)
-    # Where shapes are like any other test's, what runs without jit is compiled already.
-    as_usual = not {"num_kv_heads", "remat"} & set(variant)
+    # With the shapes of the other tests, the operations are compiled already and need no jit.
+    common_shapes = not {"num_kv_heads", "remat"} & set(variant)
     (total, count), grads = loss_and_gradients(
         model,
         some_tokens(2, 9),
         some_tokens(2, 9, seed=1),
         training_key=jax.random.key(0),
-        transform=(lambda function: function) if as_usual else jax.jit,
+        transform=(lambda function: function) if common_shapes else jax.jit,
     )
     assert count == 18
     assert 1 < total / count < 10
@@ -180,14 +180,14 @@ def test_a5_every_method_has_an_effect(position):
     assert jnp.abs(logits_of(without_positions(model), tokens) - logits).max() > 1e-2
 
 
-@pytest.mark.parametrize("position", EVERY_WAY)
+@pytest.mark.parametrize("position", ONE_PER_HOOK)
 def test_a5_training_without_dropout_is_evaluation(position):
     tokens, targets = some_tokens(2, 9), some_tokens(2, 9, seed=1)
     evaluated = logits_of(make(position), tokens)
-    # As trained: with a key, and none of the rates above zero.
+    # In training: with a key, and with all rates zero.
     trained = logits_of(make(position), tokens, training_key=jax.random.key(0))
     np.testing.assert_array_equal(trained, evaluated)
-    # As evaluated: rates, and no key.
+    # In evaluation: with rates, and without a key.
     rates = {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
     np.testing.assert_array_equal(logits_of(make(position, **rates), tokens), evaluated)
     # The forward pass of a gradient.
@@ -196,7 +196,7 @@ def test_a5_training_without_dropout_is_evaluation(position):
     np.testing.assert_allclose(total, nll.sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("position", EVERY_WAY)
+@pytest.mark.parametrize("position", ONE_PER_HOOK)
 def test_a5_rematerialised_layers_are_the_same(position):
     arguments = some_tokens(2, 9), some_tokens(2, 9, seed=1)
     rates = {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
@@ -235,16 +235,16 @@ def test_a5_order_of_the_context_matters_to_alibi_and_not_without_positions():
 def test_a6_alibi_has_no_parameters_of_its_own():
     alibi, none = (nnx.to_pure_dict(nnx.state(make(name), nnx.Param)) for name in ("alibi", "none"))
     assert shapes(alibi) == shapes(none)
-    # Nor any state besides: slopes are not in checkpoints.
+    # It has no other state either: slopes are not in checkpoints.
     assert not jax.tree.leaves(nnx.state(make("alibi").positions))
 
 
-@pytest.mark.parametrize("position", EVERY_WAY)
+@pytest.mark.parametrize("position", ONE_PER_HOOK)
 def test_positions_are_as_given(position):
     model, tokens = make(position), some_tokens(2, 9)
     whole = logits_of(model, tokens)
     np.testing.assert_array_equal(logits_of(model, tokens, positions=jnp.arange(9)), whole)
-    # Rows with positions of their own are each row alone.
+    # Rows with different positions give the results of each row alone.
     positions = jnp.array([range(9), [7, 9, 12, 13, 20, 21, 22, 25, 31]])
     rows = logits_of(model, tokens, positions=positions)
     np.testing.assert_allclose(rows[0], whole[0], atol=1e-5)
@@ -264,7 +264,7 @@ def test_relative_methods_do_not_see_all_positions_move(position):
 # Padding and packing.
 
 
-@pytest.mark.parametrize("position", EVERY_WAY)
+@pytest.mark.parametrize("position", ONE_PER_HOOK)
 def test_d1_left_padding_changes_nothing(position):
     """huggingface/transformers#26380."""
     model, tokens = make(position), some_tokens(2, 5)
@@ -272,14 +272,14 @@ def test_d1_left_padding_changes_nothing(position):
     segments = jnp.array([[0, 0, 0, 0, 1, 1, 1, 1, 1]] * 2)
     for pad in (0, 7):
         padded = jnp.pad(tokens, ((0, 0), (4, 0)), constant_values=pad)
-        # Other text beside it changes nothing either.
+        # The text of another row changes nothing either.
         padded = padded.at[1].set(pad)
         out = logits_of(model, padded, segment_ids=segments)
         assert jnp.isfinite(out).all()
         np.testing.assert_allclose(out[0, 4:], alone[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("position", EVERY_WAY)
+@pytest.mark.parametrize("position", ONE_PER_HOOK)
 def test_d2_loss_of_a_document_is_the_same_however_padded(position):
     model, document = make(position), some_tokens(1, 6)
     sums = []
@@ -288,7 +288,7 @@ def test_d2_loss_of_a_document_is_the_same_however_padded(position):
         inputs, targets, ones = (
             jnp.pad(x, pads) for x in (document[:, :-1], document[:, 1:], jnp.ones((1, 5)))
         )
-        # In a batch with another, which does not count.
+        # The batch has another document, whose weights are 0.
         others = some_tokens(1, inputs.shape[1], seed=2)
         inputs, targets = (jnp.concatenate([others, x]) for x in (inputs, targets))
         weights = jnp.concatenate([jnp.zeros(others.shape), ones])
@@ -299,7 +299,7 @@ def test_d2_loss_of_a_document_is_the_same_however_padded(position):
     assert sums[0][1] == 5
 
 
-@pytest.mark.parametrize("position", EVERY_WAY)
+@pytest.mark.parametrize("position", ONE_PER_HOOK)
 def test_d3_packed_documents(position):
     """mosaicml/llm-foundry PR#738, allenai/open-instruct#669."""
     model = make(position)
@@ -334,7 +334,7 @@ def test_positions_count_within_each_run(rows):
 
 @pytest.mark.parametrize("position", ["alibi", "rotary", "fox"])
 def test_d3_an_id_that_recurs_is_another_segment(position):
-    """Positions and what is seen follow the same runs, whether they are given or not."""
+    """Positions and visibility follow the runs of ids, whether positions are given or not."""
     model, tokens = make(position), some_tokens(2, 9)
     ids = jnp.array([[1, 1, 1, 0, 1, 1, 1, 1, 1], [2, 2, 3, 3, 3, 2, 2, 2, 2]])
     runs = segment_runs(ids)
@@ -376,7 +376,7 @@ def test_e6_learned_past_its_table_is_refused(transform):
     with pytest.raises(ValueError, match=r"end at 9.* length of 10"):
         run(tokens)
     assert jnp.isfinite(run(tokens[:, :9])).all()
-    # Positions that are known: also while tracing.
+    # Concrete positions are refused while tracing, too.
     far = functools.partial(model.hidden_states, positions=jnp.arange(3, 12))
     with pytest.raises(ValueError, match=r"end at 9.* length of 12"):
         transform(far)(tokens[:, :9])
@@ -396,11 +396,11 @@ def test_c1_bfloat16_model_is_near_float32_at_length_4096():
     probabilities = []
     for dtype in ("float32", "bfloat16"):
         model = make(dtype=dtype, width=8, num_heads=8)
-        # Attention weighs more than what it is added to.
+        # Attention outweighs the residual stream to which it is added.
         model.layers.stacks[0].attention.out.kernel[...] *= 4
         probabilities.append(jax.nn.softmax(compiled_logits_of(model, tokens)[0]))
-    apart = jnp.abs(probabilities[0] - probabilities[1]).sum(-1) / 2
-    assert apart[-1000:].max() < 0.01
+    distance = jnp.abs(probabilities[0] - probabilities[1]).sum(-1) / 2
+    assert distance[-1000:].max() < 0.01
 
 
 # Dropout.
@@ -441,7 +441,7 @@ def config_of(position="alibi", length=16, **model):
 
 
 def sharded_logits(config, vocab_size, tensor):
-    """Logits of the first parameters, those and the work split over a mesh of all devices."""
+    """Logits of the initial parameters, sharded like the work over a mesh of all devices."""
     mesh = sharding.make_mesh(Mesh(tensor=tensor))
     graphdef, abstract = abstract_model(config, vocab_size, mesh)
     params = initial_params(config, vocab_size, jax.random.key(0))
@@ -480,7 +480,7 @@ def test_g4_parameters_fit_another_training_length(position):
         assert shapes(wanted)["positions"]["learned"]["table"] == (128, 16)
         return
     assert shapes(params) == shapes(wanted)
-    if position not in EVERY_WAY:
+    if position not in ONE_PER_HOOK:
         return
     model = nnx.merge(graphdef, params)
     tokens = some_tokens(1, 128)
@@ -506,7 +506,7 @@ def test_learned_positions_reach_to_the_training_length():
 
 
 def test_bfloat16_gradients_of_frequent_tokens_are_summed_in_float32():
-    """In bfloat16 a sum of many terms stops growing: ever smaller beside what is there."""
+    """In bfloat16 a sum stops growing once a term is too small beside it."""
     tokens = jnp.zeros((16, 256), jnp.int32).at[:, ::7].set(1)
 
     def gradient(dtype):

@@ -13,7 +13,7 @@ from alibi_jax.config import Config, ConfigError, Model
 from alibi_jax.model import abstract_model, check_model_fits, initial_params, losses
 from alibi_jax.model.adaptive_softmax import AdaptiveVocabulary, Band, make_bands
 from alibi_jax.model.losses import token_nll
-from alibi_jax.model.vocabulary import ROWS
+from alibi_jax.model.vocabulary import ROW_MULTIPLE
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -26,14 +26,14 @@ def make(vocab_size=VOCAB, **model):
     return AdaptiveVocabulary(Model(**MODEL | model), vocab_size, nnx.Rngs(0))
 
 
-def some(batch=3, length=8, vocab_size=VOCAB, dtype=jnp.float32):
+def hidden_and_tokens(batch=3, length=8, vocab_size=VOCAB, dtype=jnp.float32):
     """Hidden states, and tokens of all bands."""
     random = np.random.default_rng(0)
     hidden = jnp.asarray(random.normal(size=(batch, length, WIDTH)), dtype)
     return hidden, jnp.asarray(random.integers(0, vocab_size, (batch, length)), jnp.int32)
 
 
-# The oracle: one token after the other, in float64, the classes of the bands after the first's.
+# The oracle computes one token after the other, in float64.
 
 
 def band_of(vocabulary, token):
@@ -43,13 +43,13 @@ def band_of(vocabulary, token):
     return number, token - vocabulary.bands[number].first
 
 
-def of(params):
+def to_float64(params):
     return [np.asarray(param[...], np.float64) for param in params]
 
 
 def oracle(vocabulary, hidden, targets):
-    """(losses, gradients of their sum by hidden states, tables and projections)."""
-    tables, projections = of(vocabulary.tables), of(vocabulary.projections)
+    """(losses, gradients of their sum for hidden states, tables and projections)."""
+    tables, projections = to_float64(vocabulary.tables), to_float64(vocabulary.projections)
     hidden = np.asarray(hidden, np.float64)
     nll = np.zeros(targets.shape)
     d_hidden, d_tables, d_projections = (
@@ -64,25 +64,25 @@ def oracle(vocabulary, hidden, targets):
         return -math.log(probabilities[target]), d_logits @ table[:rows], np.outer(d_logits, x)
 
     num_tokens, others = vocabulary.bands[0].size, len(vocabulary.bands) - 1
-    for place in np.ndindex(targets.shape):
-        number, own = band_of(vocabulary, int(targets[place]))
-        chosen = own if number == 0 else num_tokens + number - 1
+    for index in np.ndindex(targets.shape):
+        number, index_in_band = band_of(vocabulary, int(targets[index]))
+        chosen = index_in_band if number == 0 else num_tokens + number - 1
         rows = num_tokens + others
-        nll[place], d_hidden[place], d_rows = softmax(tables[0], rows, hidden[place], chosen)
+        nll[index], d_hidden[index], d_rows = softmax(tables[0], rows, hidden[index], chosen)
         d_tables[0][:rows] += d_rows
         if number:
             rows = vocabulary.bands[number].size
-            narrow = projections[number] @ hidden[place]
-            within, d_narrow, d_rows = softmax(tables[number], rows, narrow, own)
-            nll[place] += within
+            narrow = projections[number] @ hidden[index]
+            within, d_narrow, d_rows = softmax(tables[number], rows, narrow, index_in_band)
+            nll[index] += within
             d_tables[number][:rows] += d_rows
-            d_hidden[place] += d_narrow @ projections[number]
-            d_projections[number] += np.outer(d_narrow, hidden[place])
+            d_hidden[index] += d_narrow @ projections[number]
+            d_projections[number] += np.outer(d_narrow, hidden[index])
     return nll, d_hidden, d_tables, d_projections
 
 
 def gradients(vocabulary, hidden, targets):
-    """(losses, gradients as the oracle has them), under jit."""
+    """(losses, gradients) in the order of the oracle, computed under jit."""
     graphdef, params = nnx.split(vocabulary)
 
     def total(params, hidden):
@@ -93,12 +93,12 @@ def gradients(vocabulary, hidden, targets):
         jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
     )(params, hidden)
     d = nnx.merge(graphdef, d_params)
-    return nll, d_hidden, of(d.tables), of(d.projections)
+    return nll, d_hidden, to_float64(d.tables), to_float64(d.projections)
 
 
 def assert_close(found, expected, tolerance):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, atol=tolerance * max(1, np.abs(other).max()))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance * max(1, np.abs(b).max()))
 
 
 def test_bands_are_those_of_the_paper():
@@ -110,12 +110,12 @@ def test_bands_are_those_of_the_paper():
     ]
 
 
-@pytest.mark.parametrize("logits", [2**24, 7 * ROWS, ROWS])
+@pytest.mark.parametrize("logits", [2**24, 7 * ROW_MULTIPLE, ROW_MULTIPLE])
 @pytest.mark.parametrize("cutoffs", ["5,12", "1", "39", "3,4,5"])
 def test_losses_and_gradients_are_the_oracles(cutoffs, logits, monkeypatch):
-    """Whole, and in chunks of which some have no target of a band."""
-    monkeypatch.setattr(losses, "LOGITS", logits)
-    vocabulary, inputs = make(adaptive_cutoffs=cutoffs), some()
+    """In one chunk, and in chunks of which some have no target in a band."""
+    monkeypatch.setattr(losses, "MAX_CHUNK_LOGITS", logits)
+    vocabulary, inputs = make(adaptive_cutoffs=cutoffs), hidden_and_tokens()
     assert_close(gradients(vocabulary, *inputs), oracle(vocabulary, *inputs), 2e-6)
 
 
@@ -126,7 +126,7 @@ def test_losses_of_any_bands(data):
     numbers = st.sets(st.integers(1, vocab_size - 1), min_size=1, max_size=3)
     cutoffs = ",".join(map(str, sorted(data.draw(numbers))))
     vocabulary = make(vocab_size, adaptive_cutoffs=cutoffs)
-    hidden, tokens = some(2, data.draw(st.integers(1, 9)), vocab_size)
+    hidden, tokens = hidden_and_tokens(2, data.draw(st.integers(1, 9)), vocab_size)
     nll = vocabulary.token_nll(hidden, tokens)
     assert_close(nll, oracle(vocabulary, hidden, tokens)[0], 3e-6)
     log_probabilities = vocabulary.logits(hidden)
@@ -138,10 +138,10 @@ def test_losses_of_any_bands(data):
 
 @pytest.mark.parametrize("band", range(3))
 def test_targets_all_of_one_band(band, monkeypatch):
-    """The other bands' tables get no gradient, but for the classes."""
-    monkeypatch.setattr(losses, "LOGITS", 5 * ROWS)
+    """The tables of the other bands get no gradient; their classes in the first table do."""
+    monkeypatch.setattr(losses, "MAX_CHUNK_LOGITS", 5 * ROW_MULTIPLE)
     vocabulary = make()
-    hidden, tokens = some()
+    hidden, tokens = hidden_and_tokens()
     first, size, _ = vocabulary.bands[band]
     tokens = first + tokens % size
     found = gradients(vocabulary, hidden, tokens)
@@ -153,7 +153,7 @@ def test_targets_all_of_one_band(band, monkeypatch):
 
 def test_embeddings_and_their_gradients_are_the_oracles():
     vocabulary = make()
-    _, tokens = some()
+    _, tokens = hidden_and_tokens()
     weights = np.random.default_rng(1).normal(size=(*tokens.shape, WIDTH))
     graphdef, params = nnx.split(vocabulary)
 
@@ -163,44 +163,46 @@ def test_embeddings_and_their_gradients_are_the_oracles():
 
     (_, out), d_params = jax.jit(jax.value_and_grad(total, has_aux=True))(params)
     d = nnx.merge(graphdef, d_params)
-    tables, projections = of(vocabulary.tables), of(vocabulary.projections)
-    d_tables, d_projections = ([np.zeros_like(x) for x in of] for of in (tables, projections))
-    for place in np.ndindex(tokens.shape):
-        number, own = band_of(vocabulary, int(tokens[place]))
-        row, scale = tables[number][own], math.sqrt(WIDTH)
-        np.testing.assert_allclose(out[place], scale * row @ projections[number], atol=1e-5)
-        d_tables[number][own] += scale * projections[number] @ weights[place]
-        d_projections[number] += scale * np.outer(row, weights[place])
-    assert_close(of(d.tables), d_tables, 2e-6)
-    assert_close(of(d.projections), d_projections, 2e-6)
+    tables, projections = to_float64(vocabulary.tables), to_float64(vocabulary.projections)
+    d_tables, d_projections = (
+        [np.zeros_like(x) for x in arrays] for arrays in (tables, projections)
+    )
+    for index in np.ndindex(tokens.shape):
+        number, index_in_band = band_of(vocabulary, int(tokens[index]))
+        row, scale = tables[number][index_in_band], math.sqrt(WIDTH)
+        np.testing.assert_allclose(out[index], scale * row @ projections[number], atol=1e-5)
+        d_tables[number][index_in_band] += scale * projections[number] @ weights[index]
+        d_projections[number] += scale * np.outer(row, weights[index])
+    assert_close(to_float64(d.tables), d_tables, 2e-6)
+    assert_close(to_float64(d.projections), d_projections, 2e-6)
 
 
 def test_bfloat16_states_give_float32_losses_and_table_gradients():
     vocabulary = make(dtype="bfloat16")
-    hidden, tokens = some(dtype=jnp.bfloat16)
+    hidden, tokens = hidden_and_tokens(dtype=jnp.bfloat16)
     nll, _, d_tables, _ = gradients(vocabulary, hidden, tokens)
     assert nll.dtype == jnp.float32
     expected, _, d_expected, _ = oracle(vocabulary, hidden, tokens)
-    # Tables, and what is narrowed, are rounded to 8 bits.
+    # Tables and projected inputs are rounded to 8 bits.
     np.testing.assert_allclose(nll, expected, rtol=0.02, atol=0.02)
     assert_close(d_tables, d_expected, 0.02)
     assert vocabulary.embed(tokens).dtype == jnp.bfloat16
 
 
 def test_bfloat16_table_gradients_are_summed_in_float32_over_chunks(monkeypatch):
-    """One token a chunk, and each token once, twice, ... of a single band."""
+    """With one token per chunk and one target for all tokens."""
     vocabulary = make(dtype="bfloat16")
-    hidden, _ = some(4, 64, dtype=jnp.bfloat16)
+    hidden, _ = hidden_and_tokens(4, 64, dtype=jnp.bfloat16)
     targets = jnp.full((4, 64), 39, jnp.int32)
     whole = gradients(vocabulary, hidden, targets)[2][2]
-    monkeypatch.setattr(losses, "LOGITS", 1)
+    monkeypatch.setattr(losses, "MAX_CHUNK_LOGITS", 1)
     parts = gradients(vocabulary, hidden, targets)[2][2]
-    # One chunk's own rounding; a sum kept in 16 bits would be off by much more after 256 of them.
+    # Only each chunk rounds; a sum of 256 chunks in 16 bits would be off by much more.
     assert np.linalg.norm(parts - whole) < 2**-8 * np.linalg.norm(whole)
 
 
-def test_the_other_bands_begin_as_classes_of_their_own():
-    """Drawn as fairseq draws them, evenly."""
+def test_initial_rows_of_the_other_bands_classes_are_uniform():
+    """As in fairseq."""
     table = make(300, width=256, adaptive_cutoffs="100,200").tables[0][...]
     limit = math.sqrt(6 / (2 + 256))
     assert np.abs(table[100:102]).max() <= limit
@@ -209,9 +211,9 @@ def test_the_other_bands_begin_as_classes_of_their_own():
 
 
 def test_only_chunks_with_targets_of_a_band_are_computed(monkeypatch):
-    """Of 24 tokens, each time so many as are of the second and of the third band."""
-    monkeypatch.setattr(losses, "LOGITS", 4 * ROWS)
-    vocabulary, (hidden, tokens) = make(adaptive_cutoffs="5,13"), some()
+    """Of 24 tokens, the loops compute only those of the second and of the third band."""
+    monkeypatch.setattr(losses, "MAX_CHUNK_LOGITS", 4 * ROW_MULTIPLE)
+    vocabulary, (hidden, tokens) = make(adaptive_cutoffs="5,13"), hidden_and_tokens()
     computed = []
 
     def counted(hidden, table, targets, *, vocab_size):
@@ -229,29 +231,29 @@ def test_only_chunks_with_targets_of_a_band_are_computed(monkeypatch):
     assert chunks == [0, 12]
 
 
-def test_what_no_target_is_of_does_not_poison():
-    vocabulary, (hidden, tokens) = make(), some()
+def test_a_nan_in_a_band_without_targets_does_not_spread():
+    vocabulary, (hidden, tokens) = make(), hidden_and_tokens()
     vocabulary.tables[1].set_value(vocabulary.tables[1] * jnp.nan)
     nll, d_hidden, d_tables, _ = gradients(vocabulary, hidden, tokens % 5)
-    assert all(np.isfinite(one).all() for one in (nll, d_hidden, *d_tables))
+    assert all(np.isfinite(array).all() for array in (nll, d_hidden, *d_tables))
 
 
 # Dropout.
 
 
 def test_dropout_is_before_each_softmax_and_not_without_a_key(monkeypatch):
-    vocabulary, (hidden, tokens) = make(adaptive_dropout=0.5), some()
+    vocabulary, (hidden, tokens) = make(adaptive_dropout=0.5), hidden_and_tokens()
     plain, _, _, _ = oracle(vocabulary, hidden, tokens)
     np.testing.assert_allclose(vocabulary.token_nll(hidden, tokens), plain, rtol=1e-5)
-    asked = []
+    calls = []
 
     def halved(x, rate, key, salt):
-        asked.append((x.shape[-1], rate, salt))
+        calls.append((x.shape[-1], rate, salt))
         return x / 2 if salt else x
 
     monkeypatch.setattr("alibi_jax.model.adaptive_softmax.dropout", halved)
     nll = vocabulary.token_nll(hidden, tokens, jax.random.key(0))
-    assert asked == [(16, 0.5, 0), (8, 0.5, 1), (4, 0.5, 2)]
+    assert calls == [(16, 0.5, 0), (8, 0.5, 1), (4, 0.5, 2)]
     for projection in list(vocabulary.projections)[1:]:
         projection.set_value(projection[...] / 2)
     np.testing.assert_allclose(nll, oracle(vocabulary, hidden, tokens)[0], rtol=1e-5)
@@ -265,13 +267,13 @@ def test_dropout_is_before_each_softmax_and_not_without_a_key(monkeypatch):
 )
 @pytest.mark.parametrize("length", [16, 6])
 def test_every_mesh_gives_the_losses_and_gradients_of_one_device(mesh, length, monkeypatch):
-    """Lengths that divide by the devices, and others."""
-    monkeypatch.setattr(losses, "LOGITS", 9 * ROWS)
+    """With lengths that the number of devices divides, and others."""
+    monkeypatch.setattr(losses, "MAX_CHUNK_LOGITS", 9 * ROW_MULTIPLE)
     config = Config(model=Model(num_layers=1, adaptive_dropout=0.3, **MODEL))
     mesh = mesh_of(*mesh)
     graphdef, abstract = abstract_model(config, VOCAB, mesh)
     params = initial_params(config, VOCAB, jax.random.key(0))
-    hidden, targets = some(8, length)
+    hidden, targets = hidden_and_tokens(8, length)
 
     def loss(params):
         model = nnx.merge(graphdef, params)
@@ -280,22 +282,25 @@ def test_every_mesh_gives_the_losses_and_gradients_of_one_device(mesh, length, m
         return nll.sum(), nll
 
     expected = jax.value_and_grad(loss, has_aux=True)(params)
-    placed = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
+    sharded_params = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, abstract))
     with jax.set_mesh(mesh):
-        found = jax.jit(jax.value_and_grad(loss, has_aux=True))(placed)
+        found = jax.jit(jax.value_and_grad(loss, has_aux=True))(sharded_params)
     assert_close(found, expected, 5e-6)
 
 
-def test_tables_are_split_over_devices():
+def test_tables_are_sharded():
     config = Config(model=Model(num_layers=1, **MODEL))
     _, abstract = abstract_model(config, VOCAB, mesh_of(1, 4, 1, 2))
     tables = abstract["vocabulary"]["tables"]
     for number, width in enumerate((16, 8, 4)):
-        assert tables[number].shape == (ROWS, width)
-        assert tables[number].sharding.shard_shape((ROWS, width)) == (ROWS // 2, width // 4)
+        assert tables[number].shape == (ROW_MULTIPLE, width)
+        assert tables[number].sharding.shard_shape((ROW_MULTIPLE, width)) == (
+            ROW_MULTIPLE // 2,
+            width // 4,
+        )
 
 
-# What cannot be meant.
+# Invalid configurations.
 
 
 @pytest.mark.parametrize(
@@ -312,7 +317,7 @@ def test_tables_are_split_over_devices():
         ({"adaptive_cutoffs": "5,256"}, "with the 256 tokens of data.tokenizer='bytes'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(values, message):
+def test_invalid_configurations_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         Config(model=Model(**MODEL | values)).check()
 

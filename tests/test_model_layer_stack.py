@@ -29,7 +29,7 @@ def test_a_stack_is_its_modules():
     assert len(parts) == 4
     for number, part in enumerate(parts):
         np.testing.assert_array_equal(part.table[...], stack.table[number])
-    # Each is drawn from a key of its own.
+    # Each module is drawn from a different key.
     assert len({float(part.table[0, 0]) for part in parts}) == 4
 
 
@@ -89,7 +89,7 @@ CASES = [
     {},
     {"position": "t5"},
     {"position": "fire", "remat": "full"},
-    # Of nine layers in threes and fours, none or one is left over.
+    # The pattern divides the number of layers, or leaves one layer over.
     {"position": "alibi,kerple_log,none", "num_layers": 18},
     {"position": "alibi,none,rotary,fox", "num_layers": 21, "remat": "projections"},
     {"dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2},
@@ -102,10 +102,10 @@ CASES = [
 def test_a_loop_over_layers_is_the_layers_one_by_one(case, last, monkeypatch):
     model, key = make(**case), jax.random.key(1)
     looped = outputs_and_gradients(model, key, last)
-    monkeypatch.setattr(layer_stack, "_UNROLLED", 99)
+    monkeypatch.setattr(layer_stack, "_MAX_UNROLLED", 99)
     unrolled = outputs_and_gradients(model, key, last)
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
         looped,
         unrolled,
     )
@@ -114,11 +114,11 @@ def test_a_loop_over_layers_is_the_layers_one_by_one(case, last, monkeypatch):
 @pytest.mark.parametrize("pattern", ["alibi", "alibi,none,rotary"])
 def test_layers_follow_the_pattern_in_order(pattern):
     model = make(position=pattern, num_layers=8)
-    names = [type(position).__name__ for _, position in model.layers.unstacked(model.positions)]
-    of = {"alibi": "Alibi", "none": "PositionMethod", "rotary": "Rotary"}
+    names = [type(position).__name__ for _, position in model.unstacked_layers()]
+    class_names = {"alibi": "Alibi", "none": "PositionMethod", "rotary": "Rotary"}
     methods = pattern.split(",")
-    assert names == [of[methods[number % len(methods)]] for number in range(8)]
-    # The same order in which parameters are found: doubling one layer's changes it alone.
+    assert names == [class_names[methods[number % len(methods)]] for number in range(8)]
+    # The kernels are those of the parameters, in the same order.
     kernels = [layer.ff.up.kernel[...] for layer, _ in model.unstacked_layers()]
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     for kernel, layer in zip(kernels, layers_of(params), strict=True):
@@ -144,7 +144,7 @@ def test_a_program_is_as_long_for_many_layers_as_for_few(gradient):
 
 
 def saved_bytes(remat):
-    """What the forward pass keeps for the backward pass, of a model whose layers are a loop."""
+    """The bytes that the forward pass keeps for the backward pass, with layers in a loop."""
     graphdef, params = nnx.split(make(remat=remat, width=32), nnx.Param)
     tokens = some_tokens(4, 32)
 
@@ -155,7 +155,7 @@ def saved_bytes(remat):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
 
 
-def test_each_way_to_compute_again_keeps_less_than_the_one_before():
+def test_each_remat_keeps_less_than_the_one_before():
     kept = [saved_bytes(remat) for remat in ("none", "projections", "full")]
     assert kept[0] > 1.2 * kept[1] > 1.5 * kept[2]
 
@@ -163,6 +163,6 @@ def test_each_way_to_compute_again_keeps_less_than_the_one_before():
 def test_initial_parameters_do_not_depend_on_the_loop(monkeypatch):
     config = Config(model=Model(width=8, num_heads=2, num_layers=6))
     before = nnx.state(make_model(config, VOCAB, nnx.Rngs(0)), nnx.Param)
-    monkeypatch.setattr(layer_stack, "_UNROLLED", 0)
+    monkeypatch.setattr(layer_stack, "_MAX_UNROLLED", 0)
     after = nnx.state(make_model(config, VOCAB, nnx.Rngs(0)), nnx.Param)
     jax.tree.map(np.testing.assert_array_equal, before, after)

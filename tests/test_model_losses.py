@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from alibi_jax.model import losses
 from alibi_jax.model.losses import token_nll, weighted_sum
 
-# Positions a chunk, of the arrays below.
+# Tokens of a row in each chunk of the arrays below.
 CHUNK = 64
 LENGTHS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5]
 
 
 def arrays(length, batch=2, width=4, vocab_size=11, dtype=jnp.float32):
-    """Hidden states, unembedding and targets, among them each token of the vocabulary."""
+    """Hidden states, unembedding and targets."""
     random = np.random.default_rng(0)
     hidden = jnp.asarray(random.normal(size=(batch, length, width)), dtype)
     table = jnp.asarray(random.normal(size=(vocab_size, width)), jnp.float32)
@@ -27,12 +27,12 @@ def arrays(length, batch=2, width=4, vocab_size=11, dtype=jnp.float32):
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "LOGITS", 2 * CHUNK * 11)
+        patch.setattr(losses, "MAX_CHUNK_LOGITS", 2 * CHUNK * 11)
         yield
 
 
 def oracle(hidden, table, targets, weights=None):
-    """Loss of each target, and the gradients of their weighted sum, in numpy and float64."""
+    """The loss of each target, and the gradients of the weighted sum, in NumPy and float64."""
     hidden, table, targets = np.asarray(hidden, float), np.asarray(table, float), np.array(targets)
     scores = np.exp(hidden @ table.T)
     probabilities = scores / scores.sum(-1, keepdims=True)
@@ -98,24 +98,24 @@ def test_any_mesh_may_be_set(axes, shape):
     np.testing.assert_allclose(nll, oracle(hidden, table, targets)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_part_of_a_batch_is_not_divided_again():
+def test_a_shard_of_a_batch_is_not_divided_again():
     hidden, table, targets = arrays(2 * CHUNK, batch=4)
     rows = jax.sharding.PartitionSpec("data")
     with jax.set_mesh(mesh_of(2, 1, 1, 1)):
-        split = jax.shard_map(
+        sharded = jax.shard_map(
             token_nll,
             in_specs=(rows, jax.sharding.PartitionSpec(), rows),
             out_specs=rows,
             check_vma=False,
         )
-        jaxpr = jax.make_jaxpr(split)(hidden, table, targets).jaxpr
+        jaxpr = jax.make_jaxpr(sharded)(hidden, table, targets).jaxpr
     shapes = [
         getattr(variable.aval, "shape", ())
         for jaxpr in every_jaxpr(jaxpr)
         for equation in jaxpr.eqns
         for variable in equation.outvars
     ]
-    # Two rows a device, and so half as many positions a chunk as for one.
+    # Each device has two rows, so its chunks are half as long as for one row.
     assert (2, CHUNK, 11) in shapes
 
 
@@ -131,7 +131,7 @@ def test_f11_bfloat16_states_give_float32_losses_of_float32_logits(length):
     hidden, table, targets = arrays(length, width=64, dtype=jnp.bfloat16)
     nll = jax.jit(token_nll)(hidden, table, targets)
     assert nll.dtype == jnp.float32
-    # The oracle is given what the product is: logits of 8 bits would be off by a hundredth.
+    # The oracle gets the rounded table. Logits rounded to 8 bits would be off by a hundredth.
     expected = oracle(hidden, table.astype(jnp.bfloat16), targets)[0]
     np.testing.assert_allclose(nll, expected, rtol=1e-5, atol=1e-4)
     total, count = weighted_sum(nll, jnp.ones(nll.shape, jnp.bfloat16))
@@ -142,7 +142,7 @@ def test_large_logits_do_not_overflow():
     hidden, table, targets = arrays(5)
     (total, _), grads = gradients(1e4 * hidden, table, targets)
     assert jnp.isfinite(total)
-    assert all(jnp.isfinite(one).all() for one in grads)
+    assert all(jnp.isfinite(grad).all() for grad in grads)
 
 
 # Memory.
@@ -152,7 +152,7 @@ def test_large_logits_do_not_overflow():
 def test_no_device_holds_more_logits_than_are_allowed(devices):
     batch, length, vocab_size = 2, 3 * CHUNK + 5, 50
     arguments = arrays(length, batch, vocab_size=vocab_size)
-    chunks = math.ceil(length / (losses.LOGITS * devices // (batch * vocab_size)))
+    chunks = math.ceil(length / (losses.MAX_CHUNK_LOGITS * devices // (batch * vocab_size)))
     size = math.ceil(length / chunks)
     logits = batch * length * vocab_size
     with jax.set_mesh(mesh_of(devices, 1, 1, 1)):
@@ -164,7 +164,7 @@ def test_no_device_holds_more_logits_than_are_allowed(devices):
         for equation in jaxpr.eqns
         for variable in (*equation.invars, *equation.outvars)
     }
-    # A chunk's are there, so what is below the scan was seen.
+    # The logits of a chunk are there, so the search also saw the body of the scan.
     assert (batch, size, vocab_size) in shapes
     assert max(map(math.prod, shapes)) < logits
 
@@ -173,8 +173,8 @@ def test_few_logits_are_computed_once(monkeypatch):
     arguments = arrays(2 * CHUNK)
     limit = 2 * 2 * CHUNK * 11
     for allowed, chunked in ((limit, False), (limit - 1, True)):
-        monkeypatch.setattr(losses, "LOGITS", allowed)
-        # Traced anew: a function that was traced before would be remembered.
+        monkeypatch.setattr(losses, "MAX_CHUNK_LOGITS", allowed)
+        # A new lambda, because JAX would remember the trace of the same function.
         jaxpr = jax.make_jaxpr(lambda *x: jax.grad(loss, has_aux=True)(*x))(*arguments)
         assert ("scan" in str(jaxpr)) == chunked
 
@@ -192,7 +192,7 @@ def test_d2_padded_targets_do_not_count(length):
     assert count == length + 1
     np.testing.assert_allclose(grads[0], d_hidden, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(grads[1], d_table, rtol=1e-4, atol=1e-4)
-    # What stands in a target that does not count changes nothing.
+    # Targets that do not count may be any tokens.
     others = jnp.where(weights > 0, targets, (targets + 1) % 11)
     assert gradients(hidden, table, others, weights)[0] == (total, count)
 
@@ -219,11 +219,11 @@ def test_g3_no_weight_at_all_is_zero():
     hidden, table, targets = arrays(CHUNK + 1)
     (total, count), grads = gradients(hidden, table, targets, jnp.zeros(targets.shape))
     assert (total, count) == (0.0, 0.0)
-    assert all((one == 0).all() for one in grads)
+    assert all((grad == 0).all() for grad in grads)
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_g3_what_has_no_weight_does_not_poison(bad):
+def test_g3_a_nan_without_weight_does_not_spread(bad):
     nll = jnp.array([[1.0, bad, 3.0]])
     weights = jnp.array([[1.0, 0.0, 1.0]])
     (total, count), gradient = jax.value_and_grad(weighted_sum, has_aux=True)(nll, weights)
@@ -231,8 +231,8 @@ def test_g3_what_has_no_weight_does_not_poison(bad):
     np.testing.assert_array_equal(gradient, weights)
 
 
-def test_what_has_weight_does_poison():
-    # Or a run that diverged would go unseen.
+def test_a_nan_with_weight_spreads():
+    # Otherwise nobody would notice that a run diverged.
     total, _ = weighted_sum(jnp.array([[1.0, jnp.nan]]), jnp.ones((1, 2)))
     assert jnp.isnan(total)
 
@@ -245,5 +245,5 @@ def test_f11_bfloat16_gradients_are_summed_in_float32_over_chunks():
 
     exact = gradient(hidden.astype(jnp.float32), table.astype(jnp.bfloat16).astype(jnp.float32))
     error = gradient(hidden, table.astype(jnp.float32)) - exact
-    # One chunk's own rounding, 2^-9 relative, and no more however many chunks there are.
+    # The error is the rounding of one chunk, 2^-9 relative, for any number of chunks.
     assert jnp.linalg.norm(error) < 2**-8 * jnp.linalg.norm(exact)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_jax.model.layer_stack import AXIS
+from alibi_jax.model.layer_stack import LAYER_AXIS
 
 # Raised when older code can no longer read a new checkpoint.
 FORMAT = 3
@@ -32,14 +32,14 @@ def format_2_tree(wanted: Any, shapes: dict[str, tuple[int, ...]], num_layers: i
 
     def to_format_2(prefix: Any, params: Any) -> Any:
         rest = dict(params)
-        stacks, tables = rest.pop(AXIS)["stacks"], rest.pop("vocabulary")
+        stacks, tables = rest.pop(LAYER_AXIS)["stacks"], rest.pop("vocabulary")
         period = len(stacks)
         layers = {number: stacks[number % period] for number in range(num_layers)}
 
         def saved_struct(path: Any, leaf: Any) -> Any:
             name = dotted_name((*prefix, *path))
             shape, spec = shapes.get(name, ()), leaf.sharding.spec
-            stacked = len(path) > 1 and path[0].key == AXIS
+            stacked = len(path) > 1 and path[0].key == LAYER_AXIS
             depth = -(-(num_layers - path[1].key % period) // period) if stacked else 0
             if stacked and shape == leaf.shape[1:] and depth == leaf.shape[0]:
                 spec = spec[1:]
@@ -52,7 +52,7 @@ def format_2_tree(wanted: Any, shapes: dict[str, tuple[int, ...]], num_layers: i
             sharding = jax.NamedSharding(leaf.sharding.mesh, jax.P(*spec))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-        return jax.tree.map_with_path(saved_struct, rest | tables | {AXIS: layers})
+        return jax.tree.map_with_path(saved_struct, rest | tables | {LAYER_AXIS: layers})
 
     return jax.tree.map_with_path(
         lambda path, node: to_format_2(path, node) if _is_params(node) else node,
@@ -66,12 +66,12 @@ def from_format_2(saved: Any, wanted: Any) -> Any:
 
     def stack_layers(params: Any, current: Any) -> Any:
         rest = dict(params)
-        layers, period = rest.pop(AXIS), len(current[AXIS]["stacks"])
+        layers, period = rest.pop(LAYER_AXIS), len(current[LAYER_AXIS]["stacks"])
         stacks = {
             index: jax.tree.map(
                 # An optimizer's placeholder for a parameter has the same shape in both formats.
                 lambda leaf, *xs: jnp.stack(xs) if xs[0].shape != leaf.shape else xs[0],
-                current[AXIS]["stacks"][index],
+                current[LAYER_AXIS]["stacks"][index],
                 *(layers[number] for number in range(index, len(layers), period)),
             )
             for index in range(period)
@@ -81,7 +81,7 @@ def from_format_2(saved: Any, wanted: Any) -> Any:
             current["vocabulary"],
             {name: rest.pop(name) for name in current["vocabulary"]},
         )
-        return rest | {AXIS: {"stacks": stacks}, "vocabulary": padded}
+        return rest | {LAYER_AXIS: {"stacks": stacks}, "vocabulary": padded}
 
     def convert_node(current: Any, saved: Any) -> Any:
         return stack_layers(saved, current) if _is_params(current) else saved
@@ -101,4 +101,4 @@ def dotted_name(path: Any) -> str:
 
 
 def _is_params(node: Any) -> bool:
-    return isinstance(node, dict) and AXIS in node and "vocabulary" in node
+    return isinstance(node, dict) and LAYER_AXIS in node and "vocabulary" in node

@@ -1,10 +1,13 @@
-"""Adaptive input and softmax: rare tokens in bands of narrower vectors.
+"""Adaptive input and softmax: the embeddings of rare tokens are narrower.
 
-Grave et al. 2017 (arXiv 1609.04309), Baevski & Auli 2019 (arXiv 1809.10853). Tokens are numbered
-by falling frequency; those from one cutoff to the next are a band, whose vectors are `factor`
-times narrower than the band's before. The first band's probabilities are those of one softmax with
-the other bands themselves as further classes; a token of another band has its band's probability
-times its own within it. Tables and projections are the same on the way in and out.
+Grave et al. 2017 (arXiv 1609.04309), Baevski & Auli 2019 (arXiv 1809.10853). Tokens are numbered by
+falling frequency. The tokens between two cutoffs form a band. The vectors of each band are `factor`
+times narrower than those of the band before. One softmax gives the probabilities of the first
+band's tokens and, as further classes, of the other bands. The probability of a token in another
+band is the probability of its band times that of the token within the band. Input and output share
+all tables and projections.
+
+Axes: B batch, T tokens, D width, V vocabulary, R rows of a table, K width of a band, N targets.
 """
 
 import functools
@@ -28,7 +31,7 @@ from alibi_jax.model.vocabulary import padded_rows
 
 
 class Band(NamedTuple):
-    """Tokens from `first` on, so many, and how wide their vectors are."""
+    """The tokens `first` to `first + size − 1`, whose vectors have `width` features."""
 
     first: int
     size: int
@@ -36,24 +39,26 @@ class Band(NamedTuple):
 
 
 def make_bands(config: configs.Model, vocab_size: int) -> list[Band]:
-    """The bands of a vocabulary. Raises ConfigError where it ends before the last one begins."""
+    """The bands of a vocabulary. Raises ConfigError if the last band would have no tokens."""
     ends = (*config.cutoffs, vocab_size)
     if vocab_size <= ends[-2]:
         raise configs.ConfigError(
             f"model.adaptive_cutoffs={config.adaptive_cutoffs!r} with a vocabulary of "
             f"{vocab_size} tokens: the last cutoff must be below that"
         )
-    each = enumerate(itertools.pairwise((0, *ends)))
-    return [Band(first, end - first, band_width(config, n)) for n, (first, end) in each]
+    return [
+        Band(first, end - first, band_width(config, number))
+        for number, (first, end) in enumerate(itertools.pairwise((0, *ends)))
+    ]
 
 
 def band_width(config: configs.Model, number: int) -> int:
-    """How wide the vectors of a band's tokens are; the first band is number 0."""
+    """The width of the vectors in a band; the first band is number 0."""
     return config.width // config.adaptive_factor**number
 
 
 class AdaptiveVocabulary(nnx.Module):
-    """What `Vocabulary` is, with `model.adaptive_cutoffs`."""
+    """The vocabulary with `model.adaptive_cutoffs`; it has the methods of `Vocabulary`."""
 
     def __init__(self, config: configs.Model, vocab_size: int, rngs: nnx.Rngs):
         self.vocab_size = vocab_size
@@ -61,42 +66,55 @@ class AdaptiveVocabulary(nnx.Module):
         self.width = config.width
         self.dropout_rate = config.adaptive_dropout
         self.dtype = jnp.dtype(config.dtype)
-        # After the first band's tokens come the other bands, as classes.
-        classes = len(self.bands) - 1
-        self.rows = (self.bands[0].size + classes, *(band.size for band in self.bands[1:]))
+        # The softmax of the first band has the other bands as classes after its own tokens.
+        num_other_bands = len(self.bands) - 1
+        self.num_classes = (
+            self.bands[0].size + num_other_bands,
+            *(band.size for band in self.bands[1:]),
+        )
 
-        def table(band: Band, rows: int) -> nnx.Param:
-            drawn = jax.random.normal(rngs.params(), (padded_rows(rows), band.width))
-            drawn *= band.width**-0.5
-            if rows > band.size:
-                drawn = drawn.at[band.size : rows].set(even((classes, band.width)))
-            return nnx.Param(drawn, axes=("vocab", "embed"))
+        def make_table(band: Band, num_classes: int) -> nnx.Param:
+            values = jax.random.normal(rngs.params(), (padded_rows(num_classes), band.width))
+            values *= band.width**-0.5
+            if num_classes > band.size:
+                class_rows = glorot_uniform((num_other_bands, band.width))
+                values = values.at[band.size : num_classes].set(class_rows)
+            return nnx.Param(values, axes=("vocab", "embed"))
 
-        def even(shape: tuple[int, int]) -> Array:
+        def glorot_uniform(shape: tuple[int, int]) -> Array:
             return jax.nn.initializers.glorot_uniform()(rngs.params(), shape, jnp.float32)
 
-        def projection(band: Band) -> nnx.Param:
-            return nnx.Param(even((band.width, config.width)), axes=(None, "embed"))
+        def make_projection(band: Band) -> nnx.Param:
+            return nnx.Param(glorot_uniform((band.width, config.width)), axes=(None, "embed"))
 
-        self.tables = nnx.List([table(*each) for each in zip(self.bands, self.rows)])
-        self.projections = nnx.List([projection(band) for band in self.bands])
+        self.tables = nnx.List(
+            [make_table(band, number) for band, number in zip(self.bands, self.num_classes)]
+        )
+        self.projections = nnx.List([make_projection(band) for band in self.bands])
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The vectors of tokens, in the compute dtype."""
+        """The embeddings of tokens, in the compute dtype."""
         out = jnp.zeros((*tokens.shape, self.width), self.dtype)
         for band, table, projection in zip(self.bands, self.tables, self.projections):
-            # Gathered whole, as in `Vocabulary`; zeros for tokens of other bands.
-            rows = _rows(constrain(table[...], None, None), _own(tokens, band))
+            # The whole table is gathered, as in `Vocabulary`. Tokens of other bands get zeros.
+            rows = _take_rows(constrain(table[...], None, None), _index_in_band(tokens, band))
             out += product("btk,kd->btd", rows.astype(self.dtype), projection[...])
         return out * math.sqrt(self.width)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Log-probabilities of each token of the vocabulary, float32."""
-        each = zip(self._inputs(hidden, None), self.tables, self.rows)
-        first, *others = (_log_softmax(x, table[...][:rows]) for x, table, rows in each)
-        tokens = self.bands[0].size
-        within = (first[..., tokens + n, None] + one for n, one in enumerate(others))
-        return jnp.concatenate([first[..., :tokens], *within], axis=-1)
+        """Log-probabilities of all tokens of the vocabulary, float32."""
+        first, *others = (
+            _log_softmax(x, table[...][:num_classes])
+            for x, table, num_classes in zip(
+                self._band_inputs(hidden, None), self.tables, self.num_classes
+            )
+        )
+        num_tokens = self.bands[0].size
+        other_tokens = (
+            first[..., num_tokens + number, None] + within_band
+            for number, within_band in enumerate(others)
+        )
+        return jnp.concatenate([first[..., :num_tokens], *other_tokens], axis=-1)
 
     def token_nll(
         self,
@@ -104,32 +122,36 @@ class AdaptiveVocabulary(nnx.Module):
         targets: Int[Array, "B T"],
         training_key: Key[Array, ""] | None = None,
     ) -> Float[Array, "B T"]:
-        """Negative log-likelihood in nats of each target, float32.
+        """Negative log-likelihood of each target in nats, float32.
 
-        With a `training_key` there is dropout, before the softmax and before each narrower one.
+        With a `training_key` there is dropout on the input of the first softmax, and on the
+        narrower inputs of the others.
         """
-        # Each device takes tokens of its own, whatever else it has a part of, and all tables.
-        along = "tokens" if divides_evenly(targets, "batch", "tokens") else "sequence"
-        rows = ("batch", along)
-        inputs = self._inputs(hidden, training_key)
+        # Each device computes other tokens, with all tables, even if the mesh shards the tables.
+        token_axis = "tokens" if divides_evenly(targets, "batch", "tokens") else "sequence"
+        row_axes = ("batch", token_axis)
+        inputs = self._band_inputs(hidden, training_key)
         tables = [table[...] for table in self.tables]
         count = len(tables)
 
         def nll(*arrays: Array) -> Array:
             return self._nll(arrays[:count], arrays[count:-1], arrays[-1])
 
-        axes = [*[(*rows, None)] * count, *[(None, None)] * count, rows]
-        return map_over_shards(nll, axes, rows)(*inputs, *tables, targets)
+        axes = [*[(*row_axes, None)] * count, *[(None, None)] * count, row_axes]
+        return map_over_shards(nll, axes, row_axes)(*inputs, *tables, targets)
 
-    def _inputs(
+    def _band_inputs(
         self, hidden: Float[Array, "B T D"], training_key: Key[Array, ""] | None
     ) -> list[Float[Array, "B T _"]]:
-        """What each band's table is multiplied with."""
+        """The input of each band's softmax: hidden states, projected to the width of the band."""
         hidden = dropout(hidden, self.dropout_rate, training_key, salt=0)
-        narrow = [product("btd,kd->btk", hidden, one[...]) for one in list(self.projections)[1:]]
+        projected = [
+            product("btd,kd->btk", hidden, projection[...])
+            for projection in list(self.projections)[1:]
+        ]
         dropped = (
             dropout(x, self.dropout_rate, training_key, salt=number)
-            for number, x in enumerate(narrow, start=1)
+            for number, x in enumerate(projected, start=1)
         )
         return [hidden, *dropped]
 
@@ -140,87 +162,95 @@ class AdaptiveVocabulary(nnx.Module):
         targets: Int[Array, "B T"],
     ) -> Float[Array, "B T"]:
         cutoffs = jnp.array([band.first for band in self.bands[1:]], targets.dtype)
-        number = jnp.searchsorted(cutoffs, targets, side="right")
-        classes = jnp.where(number == 0, targets, self.bands[0].size + number - 1)
-        nll = token_nll(inputs[0], tables[0], classes, vocab_size=self.rows[0])
+        band_numbers = jnp.searchsorted(cutoffs, targets, side="right")
+        classes = jnp.where(band_numbers == 0, targets, self.bands[0].size + band_numbers - 1)
+        nll = token_nll(inputs[0], tables[0], classes, vocab_size=self.num_classes[0])
         for band, x, table in zip(self.bands[1:], inputs[1:], tables[1:]):
-            own = _own(targets, band).ravel()
-            nll += _some_nll(band.size, x.reshape(-1, band.width), table, own).reshape(nll.shape)
+            indices = _index_in_band(targets, band).ravel()
+            band_nll = _band_nll(band.size, x.reshape(-1, band.width), table, indices)
+            nll += band_nll.reshape(nll.shape)
         return nll
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _some_nll(
+def _band_nll(
     vocab_size: int,
     hidden: Float[Array, "N K"],
     table: Float[Array, "R K"],
     targets: Int[Array, "N"],
 ) -> Float[Array, "N"]:
-    """`losses.token_nll` of the targets that are not -1, the only ones that take time; else 0.
+    """`losses.token_nll` of the targets in a band, 0 for the targets that are -1.
 
-    They are collected, and gone through in as many chunks as there are; JAX can't differentiate
-    a loop whose length is not known, so the gradient is written down.
+    Only the targets in the band take time: they are collected, and the loop has only as many
+    chunks as they need. JAX cannot differentiate a loop of unknown length, so the gradient is
+    explicit.
     """
-    chunk, chunks, order = _collected(targets, len(table))
+    chunk_size, num_chunks, order = _collect_targets(targets, len(table))
 
-    def one(number: Int[Array, ""], nll: Array) -> Array:
-        rows = jax.lax.dynamic_slice_in_dim(order, number * chunk, chunk)
-        x, some = (_rows(of, rows)[None] for of in (hidden, targets))
-        return nll.at[rows].set(token_nll(x, table, some, vocab_size=vocab_size)[0], mode="drop")
+    def add_chunk(number: Int[Array, ""], nll: Array) -> Array:
+        rows = jax.lax.dynamic_slice_in_dim(order, number * chunk_size, chunk_size)
+        x, chunk_targets = (_take_rows(array, rows)[None] for array in (hidden, targets))
+        chunk_nll = token_nll(x, table, chunk_targets, vocab_size=vocab_size)[0]
+        return nll.at[rows].set(chunk_nll, mode="drop")
 
-    return jax.lax.fori_loop(0, chunks, one, jnp.zeros(targets.shape, jnp.float32))
+    return jax.lax.fori_loop(0, num_chunks, add_chunk, jnp.zeros(targets.shape, jnp.float32))
 
 
-def _some_nll_forward(
+def _band_nll_forward(
     vocab_size: int, hidden: Array, table: Array, targets: Array
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _some_nll(vocab_size, hidden, table, targets), (hidden, table, targets)
+    return _band_nll(vocab_size, hidden, table, targets), (hidden, table, targets)
 
 
-def _some_nll_backward(
-    vocab_size: int, inputs: tuple[Array, Array, Array], bar: Array
+def _band_nll_backward(
+    vocab_size: int, inputs: tuple[Array, Array, Array], nll_grad: Array
 ) -> tuple[Array, Array, None]:
     hidden, table, targets = inputs
-    chunk, chunks, order = _collected(targets, len(table))
+    chunk_size, num_chunks, order = _collect_targets(targets, len(table))
 
-    def one(number: Int[Array, ""], bars: tuple[Array, Array]) -> tuple[Array, Array]:
-        rows = jax.lax.dynamic_slice_in_dim(order, number * chunk, chunk)
-        x, some, some_bar = (_rows(of, rows)[None] for of in (hidden, targets, bar))
-        _, pull = jax.vjp(lambda x, y: token_nll(x, y, some, vocab_size=vocab_size), x, table)
-        x_bar, table_bar = pull(some_bar)
-        return bars[0].at[rows].set(x_bar[0], mode="drop"), bars[1] + table_bar
+    def add_chunk(number: Int[Array, ""], grads: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden_grad, table_grad = grads
+        rows = jax.lax.dynamic_slice_in_dim(order, number * chunk_size, chunk_size)
+        x, chunk_targets, chunk_nll_grad = (
+            _take_rows(array, rows)[None] for array in (hidden, targets, nll_grad)
+        )
+        _, pull_back = jax.vjp(
+            lambda x, table: token_nll(x, table, chunk_targets, vocab_size=vocab_size), x, table
+        )
+        x_grad, chunk_table_grad = pull_back(chunk_nll_grad)
+        return hidden_grad.at[rows].set(x_grad[0], mode="drop"), table_grad + chunk_table_grad
 
-    hidden_bar, table_bar = jax.lax.fori_loop(
-        0, chunks, one, (jnp.zeros_like(hidden), jnp.zeros_like(table))
-    )
-    return hidden_bar, table_bar, None
+    zeros = jnp.zeros_like(hidden), jnp.zeros_like(table)
+    hidden_grad, table_grad = jax.lax.fori_loop(0, num_chunks, add_chunk, zeros)
+    return hidden_grad, table_grad, None
 
 
-_some_nll.defvjp(_some_nll_forward, _some_nll_backward)
+_band_nll.defvjp(_band_nll_forward, _band_nll_backward)
 
 
-def _collected(targets: Int[Array, "N"], num_rows: int) -> tuple[int, Array, Int[Array, "_"]]:
-    """(targets a chunk, chunks with targets, the places of the targets that are not -1).
+def _collect_targets(targets: Int[Array, "N"], num_rows: int) -> tuple[int, Array, Int[Array, "_"]]:
+    """(targets per chunk, number of chunks, indices of the targets that are not -1).
 
-    After those come places past the end, which `_rows` fills with zeros and `.set` drops.
+    Indices past the end fill the last chunk: for them `_take_rows` gives zeros, and `.set` drops
+    what is written.
     """
     size = targets.size
-    chunk = min(size, max(1, losses.LOGITS // num_rows))
-    room = -(-size // chunk) * chunk
-    present = targets >= 0
-    ranks = jnp.where(present, jnp.cumsum(present) - 1, room)
-    order = jnp.full(room, size).at[ranks].set(jnp.arange(size), mode="drop")
-    return chunk, -(-present.sum() // chunk), order
+    chunk_size = min(size, max(1, losses.MAX_CHUNK_LOGITS // num_rows))
+    padded_size = -(-size // chunk_size) * chunk_size
+    in_band = targets >= 0
+    ranks = jnp.where(in_band, jnp.cumsum(in_band) - 1, padded_size)
+    order = jnp.full(padded_size, size).at[ranks].set(jnp.arange(size), mode="drop")
+    return chunk_size, -(-in_band.sum() // chunk_size), order
 
 
-def _own(tokens: Int[Array, "B T"], band: Band) -> Int[Array, "B T"]:
-    """The number of each token in its band; -1 for those of another."""
-    own = tokens - band.first
-    return jnp.where((own >= 0) & (own < band.size), own, -1)
+def _index_in_band(tokens: Int[Array, "B T"], band: Band) -> Int[Array, "B T"]:
+    """The index of each token in the band, -1 for tokens of other bands."""
+    indices = tokens - band.first
+    return jnp.where((indices >= 0) & (indices < band.size), indices, -1)
 
 
-def _rows(x: Array, rows: Int[Array, "..."]) -> Array:
-    """Those rows, zeros for what is none."""
+def _take_rows(x: Array, rows: Int[Array, "..."]) -> Array:
+    """The rows of `x` with these indices; zeros where an index is out of range."""
     return x.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 

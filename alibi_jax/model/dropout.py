@@ -1,4 +1,4 @@
-"""Dropout of a share of an array, by a key that is told apart by its use."""
+"""Dropout whose random numbers depend only on a key and on a number, the salt."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, Key
 def dropout(
     x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None, salt: int
 ) -> Float[Array, "..."]:
-    """Zeroes a share of `x` and scales up the rest; `x` itself without a key.
+    """Zeroes a share `rate` of `x` and scales up the rest; returns `x` itself without a key.
 
-    `salt` tells the uses of one key apart.
+    Calls with the same key must have different salts to draw different random numbers.
     """
     if key is None or rate == 0.0:
         return x

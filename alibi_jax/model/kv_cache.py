@@ -36,7 +36,7 @@ class KeyValues(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """The keys and values of all tokens so far, in S slots of which `num_written` are taken.
+    """The keys and values of all tokens so far, in S slots of which `num_tokens` are taken.
 
     Token t of every row is in slot t. Rows differ in their positions: a shorter row starts with
     padding, whose segment id is 0.
@@ -45,7 +45,7 @@ class KVCache(NamedTuple):
     layers: tuple[KeyValues, ...]
     positions: Int[Array, "B S"]
     segment_ids: Int[Array, "B S"]
-    num_written: Int[Array, ""]
+    num_tokens: Int[Array, ""]
 
     @property
     def capacity(self) -> int:
@@ -56,35 +56,35 @@ class KVCache(NamedTuple):
         """The layout of the next tokens, and the cache with their positions but not their keys.
 
         `token_mask` is False for padding. Raises ValueError if the tokens do not fit and
-        `num_written` is not traced.
+        `num_tokens` is not traced.
         """
         length, capacity = token_mask.shape[1], self.capacity
-        end = self.num_written + length
+        end = self.num_tokens + length
         if length > capacity or (not isinstance(end, jax.core.Tracer) and end > capacity):
             raise ValueError(
                 f"{length} more tokens do not fit into a cache of {capacity} slots, "
-                f"{self.num_written} of them taken: make the cache larger"
+                f"{self.num_tokens} of them taken: make the cache larger"
             )
         ids = token_mask.astype(jnp.int32)
         positions = _next_positions(self.segment_ids.sum(axis=1), ids)
         key_positions, key_ids = (
-            jax.lax.dynamic_update_slice_in_dim(old, new, self.num_written, axis=1)
+            jax.lax.dynamic_update_slice_in_dim(old, new, self.num_tokens, axis=1)
             for old, new in ((self.positions, positions), (self.segment_ids, ids))
         )
-        layout = TokenLayout(positions, key_positions, ids, key_ids, self.num_written, False)
+        layout = TokenLayout(positions, key_positions, ids, key_ids, self.num_tokens, False)
         return layout, KVCache(self.layers, key_positions, key_ids, end)
 
 
 class BoundedKVCache(NamedTuple):
     """The keys and values of recent tokens: per head, as many as its slope makes relevant.
 
-    The cache takes any number of tokens. `num_written` is their number so far with padding, and
+    The cache takes any number of tokens. `num_tokens` is their number so far with padding, and
     `row_lengths` the number of tokens of each row without padding.
     """
 
     layers: tuple[RollingCache, ...]
     row_lengths: Int[Array, "B"]
-    num_written: Int[Array, ""]
+    num_tokens: Int[Array, ""]
 
     @property
     def omitted_share(self) -> Float[Array, "B"]:
@@ -102,11 +102,11 @@ class BoundedKVCache(NamedTuple):
         """
         ids = token_mask.astype(jnp.int32)
         positions = _next_positions(self.row_lengths, ids)
-        layout = TokenLayout(positions, positions, ids, ids, self.num_written, False)
+        layout = TokenLayout(positions, positions, ids, ids, self.num_tokens, False)
         return layout, BoundedKVCache(
             self.layers,
             self.row_lengths + ids.sum(axis=1),
-            self.num_written + token_mask.shape[1],
+            self.num_tokens + token_mask.shape[1],
         )
 
 

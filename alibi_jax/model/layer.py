@@ -1,6 +1,6 @@
-"""A layer of the transformer: attention and feed-forward, each after a norm.
+"""A layer of the transformer: attention and a feed-forward network, each after a norm.
 
-Arrays carry their axes in the einsum strings: B batch, T tokens, D width, F feed-forward.
+Axes: B batch, T queries, S keys, D width, F width of the feed-forward network.
 """
 
 import functools
@@ -23,7 +23,7 @@ from alibi_jax.positions import PositionMethod
 
 
 class FeedForward(nnx.Module):
-    """Two projections with an activation between them, gated or not."""
+    """A feed-forward network: two projections with an activation between them, gated or not."""
 
     def __init__(self, config: configs.Model, *, rngs: nnx.Rngs):
         width, ff = config.width, config.ff_width or 4 * config.width
@@ -32,11 +32,13 @@ class FeedForward(nnx.Module):
         make = functools.partial(
             Projection, dtype=config.dtype, use_bias=config.use_bias, rngs=rngs
         )
-        inward = functools.partial(
+        make_input_projection = functools.partial(
             make, fan_in=width, limits=fairseq_limits(config, width**-0.5, width**-0.5)
         )
-        self.up = inward("btd,df->btf", (width, ff), ("embed", "ff"))
-        self.gate = inward("btd,df->btf", (width, ff), ("embed", "ff")) if gated else None
+        self.up = make_input_projection("btd,df->btf", (width, ff), ("embed", "ff"))
+        self.gate = (
+            make_input_projection("btd,df->btf", (width, ff), ("embed", "ff")) if gated else None
+        )
         self.down = make(
             "btf,fd->btd",
             (ff, width),
@@ -50,7 +52,7 @@ class FeedForward(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], training_key: Key[Array, ""] | None
     ) -> Float[Array, "B T D"]:
-        """What the layer adds to its input, in the compute dtype."""
+        """The update of the residual stream, in the compute dtype."""
         hidden = constrain(self.up(x), "batch", "sequence", "ff")
         if self.gate is None:
             hidden = self.activation(hidden)
@@ -60,7 +62,7 @@ class FeedForward(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Pre-norm: x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    """A pre-norm layer: x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, config: configs.Model, position: str, *, train_length: int, rngs: nnx.Rngs):
         self.attention_norm = make_norm(config, rngs)
@@ -73,30 +75,30 @@ class Layer(nnx.Module):
         self,
         x: Float[Array, "B S D"],
         position: PositionMethod,
-        places: TokenLayout,
-        cached: KeyValues | RollingCache | None,
+        layout: TokenLayout,
+        cache: KeyValues | RollingCache | None,
         training_key: Key[Array, ""] | None,
     ) -> tuple[Float[Array, "B T D"], KeyValues | RollingCache | None]:
-        """The queries' residual stream after the layer; and the cache, if there is one."""
+        """The residual stream of the queries after the layer, and the updated cache if given."""
         keys = [None, None] if training_key is None else list(jax.random.split(training_key))
         with jax.named_scope("attention"):
-            out, cached = self.attention(self.attention_norm(x), position, places, cached, keys[0])
-            x = x[:, -places.num_queries :]
-            x = self._added(x, out, keys[0])
+            out, cache = self.attention(self.attention_norm(x), position, layout, cache, keys[0])
+            x = x[:, -layout.num_queries :]
+            x = self._add_update(x, out, keys[0])
         with jax.named_scope("feed_forward"):
             out = self.ff(self.ff_norm(x), keys[1])
-            x = self._added(x, out, keys[1])
-        return x, cached
+            x = self._add_update(x, out, keys[1])
+        return x, cache
 
-    def _added(self, x: Array, out: Array, training_key: Key[Array, ""] | None) -> Array:
+    def _add_update(self, x: Array, out: Array, training_key: Key[Array, ""] | None) -> Array:
         out = dropout(out, self.dropout_rate, training_key, salt=1)
         return constrain(x + out, "batch", "sequence", None)
 
 
 def make_norm(config: configs.Model, rngs: nnx.Rngs) -> Any:
-    """LayerNorm or RMSNorm over the width, float32, for the gradient of its scale is too.
+    """LayerNorm or RMSNorm over the width, in float32.
 
-    That is a sum over all tokens, and over all devices.
+    So the gradient of its scale, a sum over all tokens and devices, is added up in float32.
     """
     kind = nnx.LayerNorm if config.norm == "layernorm" else nnx.RMSNorm
     return kind(config.width, epsilon=config.norm_epsilon, dtype=jnp.float32, rngs=rngs)

@@ -1,4 +1,8 @@
-"""Next-token loss without the logits: (sum, count) pairs, divided by no one here."""
+"""The next-token loss, without storing the logits of all tokens.
+
+Losses are pairs (sum, count), which the caller divides. Axes: B batch, T tokens, D width, R rows of
+the unembedding.
+"""
 
 from collections.abc import Callable
 
@@ -9,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from alibi_jax.distributed import sharding
 
-# Logits that a device holds at a time: 64 MiB of float32, whatever the length. Fewer take longer,
-# the unembedding's gradient being read and written once a chunk (docs/performance.md).
-LOGITS = 2**24
+# The most logits that a device holds at a time: 64 MiB of float32, at any length. Smaller chunks
+# take longer, because each chunk reads and writes the unembedding's gradient (docs/performance.md).
+MAX_CHUNK_LOGITS = 2**24
 
 
 def token_nll(
@@ -21,71 +25,76 @@ def token_nll(
     *,
     vocab_size: int | None = None,
 ) -> Float[Array, "B T"]:
-    """Negative log-likelihood in nats of each target, float32, in chunks of positions.
+    """Negative log-likelihood of each target in nats, float32, computed in chunks of tokens.
 
-    Rows of `unembedding` from `vocab_size` on are no token's. No `[B, T, R]` array exists, forward
-    or backward, where it would be more than `LOGITS` on a device: each chunk's logits are computed
-    in float32, reduced, and recomputed when gradients are taken.
+    Rows of `unembedding` from `vocab_size` on are padding. No `[B, T, R]` array exists, forward or
+    backward, if it has more than `MAX_CHUNK_LOGITS` elements on a device: the logits of each chunk
+    are computed in float32, reduced, and recomputed for the gradient.
     """
     num_rows = len(unembedding)
 
     def chunk_nll(hidden: Array, targets: Array) -> Array:
-        # Cast here, so that the table's gradient is added up over chunks in float32.
+        # With the cast in here, the table's gradient is added up over chunks in float32.
         table = unembedding.astype(hidden.dtype)
         logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
         if vocab_size not in (None, num_rows):
             logits = jnp.where(jnp.arange(num_rows) < vocab_size, logits, -jnp.inf)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
-    return in_chunks(chunk_nll, hidden, targets, num_rows)
+    return map_token_chunks(chunk_nll, hidden, targets, logits_per_token=num_rows)
 
 
-def in_chunks(
+def map_token_chunks(
     function: Callable[[Array, Array], Array],
     hidden: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
-    logits: int,
+    *,
+    logits_per_token: int,
 ) -> Float[Array, "B T"]:
-    """`function` of positions alone, which holds so many `logits` of each, in chunks of them."""
+    """Applies `function` to chunks of tokens, so small that their logits fit into memory.
+
+    `function` computes each token independently, and holds `logits_per_token` logits of each.
+    """
     batch, length = targets.shape
-    parts = sharding.num_shards("sequence")
-    # Each device goes through its own part of the sequence.
-    parts = parts if length % parts == 0 else 1
+    shards = sharding.num_shards("sequence")
+    # Each device divides its own shard of the sequence into chunks.
+    shards = shards if length % shards == 0 else 1
     rows = max(1, -(-batch // sharding.num_shards("batch")))
-    length //= parts
-    chunks = -(-length // max(1, LOGITS // (rows * logits)))
+    length //= shards
+    chunks = -(-length // max(1, MAX_CHUNK_LOGITS // (rows * logits_per_token)))
     if chunks <= 1:
         return function(hidden, targets)
-    # Alike, so that little is computed of what only fills the last.
+    # All chunks have the same size; the smallest size that needs no more chunks pads the least.
     size = -(-length // chunks)
     chunks = -(-length // size)
     padding = chunks * size - length
 
-    def divided(x: Array) -> Array:
-        x = x.reshape(batch, parts, length, *x.shape[2:])
+    def split_into_chunks(x: Array) -> Array:
+        x = x.reshape(batch, shards, length, *x.shape[2:])
         x = jnp.pad(x, ((0, 0), (0, 0), (0, padding), *((0, 0),) * (x.ndim - 3)))
-        return jnp.moveaxis(x.reshape(batch, parts, chunks, size, *x.shape[3:]), 2, 0)
+        return jnp.moveaxis(x.reshape(batch, shards, chunks, size, *x.shape[3:]), 2, 0)
 
-    def one(_: None, chunk: tuple[Array, Array]) -> tuple[None, Array]:
-        # The parts side by side: as many rows to each device as before.
-        hidden, targets = (x.reshape(batch, parts * size, *x.shape[3:]) for x in chunk)
-        if parts > 1:
+    def apply_to_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, Array]:
+        # The chunks of all shards side by side, so that each device has as many rows as before.
+        hidden, targets = (x.reshape(batch, shards * size, *x.shape[3:]) for x in chunk)
+        if shards > 1:
             hidden = sharding.constrain(hidden, "batch", "sequence", None)
         nll = jax.checkpoint(function)(hidden, targets)
-        return None, nll.reshape(batch, parts, size)
+        return None, nll.reshape(batch, shards, size)
 
-    # Scanned over chunks, so that batch and sequence stay where they are sharded.
-    _, nll = jax.lax.scan(one, None, (divided(hidden), divided(targets)))
-    nll = jnp.moveaxis(nll, 0, 2).reshape(batch, parts, chunks * size)[:, :, :length]
+    # The scan is over chunks, so batch and sequence stay sharded as they are.
+    scanned = split_into_chunks(hidden), split_into_chunks(targets)
+    _, nll = jax.lax.scan(apply_to_chunk, None, scanned)
+    nll = jnp.moveaxis(nll, 0, 2).reshape(batch, shards, chunks * size)[:, :, :length]
     return nll.reshape(targets.shape)
 
 
 def weighted_sum(
     nll: Float[Array, "B T"], weights: Float[Array, "B T"] | None = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """(sum of weight · nll, sum of weights), float32. Weights are of targets.
+    """(sum of weight · nll, sum of weights), float32, with one weight per target, by default 1.
 
-    A target of weight 0 adds nothing to either, nor a NaN to the gradient.
+    A target of weight 0 adds nothing to either sum, and no NaN to the gradient.
     """
     if weights is None:
         return nll.sum(), jnp.asarray(nll.size, jnp.float32)

@@ -1,4 +1,4 @@
-"""Several texts in one row: which token belongs to which, and where each starts to count."""
+"""Packed rows, which hold several texts: the segment and the position of each token."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,14 @@ def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Segment ids that no two runs of equal ids share, int32; 0, padding, stays 0."""
+    """Segment ids renumbered so that each run of equal ids has its own, int32.
+
+    The id 0, which is padding, stays 0.
+    """
     runs = jnp.cumsum(_starts(segment_ids), axis=1, dtype=jnp.int32) + 1
     return jnp.where(segment_ids == 0, 0, runs)
 
 
 def _starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """True where a token's id differs from the token's before it."""
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))

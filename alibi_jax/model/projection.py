@@ -1,6 +1,7 @@
-"""The matrix product of the layers, its parameters and its gradient.
+"""The matrix product of the layers: its parameters and its gradient.
 
-Equations are those of `einsum`; meshes' axes are automatic, as `sharding.make_mesh` has them.
+Equations are in the notation of `einsum`. The axes of the mesh must be of type Auto, as
+`sharding.make_mesh` makes them.
 """
 
 import functools
@@ -16,11 +17,14 @@ from alibi_jax import config as configs
 
 
 class Projection(nnx.Module):
-    """A matrix product over named axes: float32 parameters, accumulated in float32.
+    """A matrix product given by an equation, with float32 parameters and float32 accumulation.
 
-    Drawn from a normal distribution of standard deviation gain/sqrt(`fan_in`), or evenly from
-    within a limit. With `use_bias` a vector is added to what comes out, of those of its axes that
-    are the kernel's: zeros, or within a limit of its own.
+    `axes` are the logical axes of the kernel. Its initial values come from a normal distribution
+    of standard deviation gain/sqrt(`fan_in`), cut off at two standard deviations. With `limits`
+    they are uniform between plus and minus `limits[0]`.
+
+    With `use_bias` a bias is added, whose axes are those that the kernel and the result share. Its
+    initial values are zeros, or with `limits` uniform between plus and minus `limits[1]`.
     """
 
     def __init__(
@@ -44,13 +48,13 @@ class Projection(nnx.Module):
             kernel = jax.random.uniform(key, shape, jnp.float32, -limits[0], limits[0])
         self.kernel = nnx.Param(kernel, axes=axes)
         operands, out = equation.split("->")
-        kept = [number for number, name in enumerate(operands.split(",")[1]) if name in out]
-        bias = jnp.zeros([shape[number] for number in kept], jnp.float32)
+        kernel_names = operands.split(",")[1]
+        bias_dims = [dim for dim, name in enumerate(kernel_names) if name in out]
+        bias = jnp.zeros([shape[dim] for dim in bias_dims], jnp.float32)
         if use_bias and limits is not None:
             bias = jax.random.uniform(rngs.params(), bias.shape, jnp.float32, -1, 1) * limits[1]
-        self.bias = (
-            nnx.Param(bias, axes=tuple(axes[number] for number in kept)) if use_bias else None
-        )
+        bias_axes = tuple(axes[dim] for dim in bias_dims)
+        self.bias = nnx.Param(bias, axes=bias_axes) if use_bias else None
         self.equation = equation
         self.dtype = jnp.dtype(dtype)
 
@@ -62,12 +66,12 @@ class Projection(nnx.Module):
 
 
 def xavier_limit(fan_in: int, fan_out: int) -> float:
-    """The limit of Glorot & Bengio 2010, equation 16."""
+    """The limit of Xavier's uniform initialization (Glorot & Bengio 2010, equation 16)."""
     return math.sqrt(6 / (fan_in + fan_out))
 
 
 def fairseq_limits(config: configs.Model, kernel: float, bias: float) -> tuple[float, float] | None:
-    """Of a projection's kernel and bias, which fairseq draws evenly from within them."""
+    """The `limits` of a projection with fairseq's uniform initialization; None for any other."""
     return (kernel, bias) if config.initialization == "fairseq" else None
 
 
@@ -78,13 +82,14 @@ def product(
     kernel: Float[Array, "..."],
     bias: Float[Array, "..."] | None = None,
 ) -> Array:
-    """`einsum`, the kernel and the result in the dtype of `x`, accumulated in float32.
+    """Computes `einsum` in the dtype of `x`, accumulates in float32 and rounds the sum at the end.
 
-    `bias` is added before that is rounded; its axes are the last of the result.
+    `bias` is added before the rounding; its axes are the last axes of the result.
 
-    Asking for float32 and casting after is as fast on a TPU, and several times faster on a CPU.
-    The gradient is written down because JAX's own would multiply what was cast back to float32
-    with numbers of 16 bits, in float32; and round the kernel's, and the bias's, to 16 bits.
+    A float32 result that is cast afterwards is as fast on a TPU as a 16-bit result, and several
+    times faster on a CPU. The gradient is explicit because JAX's own would cast the gradient of the
+    result to float32 and multiply it with 16-bit numbers in float32. It would also round the
+    gradients of the kernel and the bias to 16 bits.
     """
     out = jnp.einsum(equation, x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
     return (out if bias is None else out + bias).astype(x.dtype)
@@ -99,26 +104,32 @@ def _product_forward(
     return product(equation, x, kernel, bias), (x, kernel, bias)
 
 
-def _product_backward(equation: str, inputs: _Inputs, bar: Array) -> _Inputs:
+def _product_backward(equation: str, inputs: _Inputs, out_grad: Array) -> _Inputs:
     x, kernel, bias = inputs
-    operands, out = equation.split("->")
-    left, right = operands.split(",")
-    x_bar = product(f"{out},{right}->{left}", bar, kernel)
-    # The first operand is the one that is transposed on a CPU: the smaller.
-    narrow, wide = sorted([(x, left), (bar, out)], key=lambda each: each[0].size)
-    axes = [name for _, names in (narrow, wide) for name in names if name in right]
-    turned = "".join(axes)
-    kernel_bar = jnp.einsum(
-        f"{narrow[1]},{wide[1]}->{turned}", narrow[0], wide[0], preferred_element_type=jnp.float32
+    operands, out_axes = equation.split("->")
+    x_axes, kernel_axes = operands.split(",")
+    x_grad = product(f"{out_axes},{kernel_axes}->{x_axes}", out_grad, kernel)
+    # On a CPU, XLA transposes the first operand, so the smaller one comes first.
+    (first, first_axes), (second, second_axes) = sorted(
+        [(x, x_axes), (out_grad, out_axes)], key=lambda operand: operand[0].size
     )
-    if turned != right:
-        # XLA would otherwise turn the product around, and not its result.
-        kernel_bar = jnp.einsum(f"{turned}->{right}", jax.lax.optimization_barrier(kernel_bar))
-    bias_bar = None
+    product_axes = "".join(name for name in first_axes + second_axes if name in kernel_axes)
+    kernel_grad = jnp.einsum(
+        f"{first_axes},{second_axes}->{product_axes}",
+        first,
+        second,
+        preferred_element_type=jnp.float32,
+    )
+    if product_axes != kernel_axes:
+        # Without the barrier, XLA would swap the operands instead of transposing the result.
+        kernel_grad = jnp.einsum(
+            f"{product_axes}->{kernel_axes}", jax.lax.optimization_barrier(kernel_grad)
+        )
+    bias_grad = None
     if bias is not None:
-        rows = tuple(range(bar.ndim - bias.ndim))
-        bias_bar = bar.sum(rows, dtype=jnp.float32).astype(bias.dtype)
-    return x_bar, kernel_bar.astype(kernel.dtype), bias_bar
+        token_dims = tuple(range(out_grad.ndim - bias.ndim))
+        bias_grad = out_grad.sum(token_dims, dtype=jnp.float32).astype(bias.dtype)
+    return x_grad, kernel_grad.astype(kernel.dtype), bias_grad
 
 
 product.defvjp(_product_forward, _product_backward)
