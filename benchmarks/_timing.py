@@ -99,14 +99,14 @@ def attending(**options: Any) -> Iterator[None]:
     """The models that are traced in here call `attention` with these options. Needs JAX."""
     import functools
 
-    from alibi_jax.model import layer
+    from alibi_jax.model import self_attention
 
-    plain = layer.attention
-    layer.attention = functools.partial(plain, **options)
+    plain = self_attention.attention
+    self_attention.attention = functools.partial(plain, **options)
     try:
         yield
     finally:
-        layer.attention = plain
+        self_attention.attention = plain
 
 
 def product_rate(dtype: str) -> Callable[[], float]:
