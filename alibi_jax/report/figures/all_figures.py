@@ -1,5 +1,7 @@
 """All figures of a report: perplexity for each protocol, and one for each further question."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -8,17 +10,64 @@ from alibi_jax.report.figures.extrapolation import extrapolation
 from alibi_jax.report.figures.position_curve import position_curve
 from alibi_jax.report.figures.resolution import resolution
 from alibi_jax.report.figures.split import split
+from alibi_jax.report.formatting import Entry
 from alibi_jax.report.protocols import KNOWN_FIGURES, describe, protocols_of
 
-_OTHER_FIGURES = {"split": split, "position_curve": position_curve, "resolution": resolution}
+
+@dataclasses.dataclass(frozen=True)
+class FigureSpec:
+    """A figure that belongs to no protocol, and the words below it on the page.
+
+    `draw` takes the runs of results.json, and returns None if they have no numbers to show.
+    """
+
+    draw: Callable[[list[Entry]], Figure | None]
+    question: str
+    caption: str
+
+
+# By file name without suffix.
+FIGURES = {
+    "split": FigureSpec(
+        split,
+        question="Where does the gain from longer inputs come from?",
+        caption=(
+            "Bars above 0 lower the loss, bars below 0 raise it. The hatched part "
+            "comes from fewer targets early in their window, the plain part from "
+            "longer context. The diamond is the total gain, with its interval. Where "
+            "the early token curse is negative, the loss with the whole context is "
+            "higher than in non-overlapping windows, where most targets see less "
+            "context. The hatched part then does not measure early tokens, but how "
+            "much of the higher loss the windows hide."
+        ),
+    ),
+    "position_curve": FigureSpec(
+        position_curve,
+        question="How does the loss depend on the context in the window?",
+        caption=(
+            "Mean loss by the number of tokens that a target sees in its window. "
+            "Where a line turns up, the model cannot use that much context. Lines "
+            "that coincide differ only in how far they go."
+        ),
+    ),
+    "resolution": FigureSpec(
+        resolution,
+        question="Does attention still distinguish near keys from far keys?",
+        caption=(
+            "Attention resolution by length (Sun et al. 2022, equation 3): how much "
+            "the attention weight falls from one key to the next, averaged with the "
+            "attention weights. Thick lines: the models. Thin lines: their layers."
+        ),
+    ),
+}
 # Names of the figures of known protocols and of all other figures.
-NAMES = (*KNOWN_FIGURES, *_OTHER_FIGURES)
+NAMES = (*KNOWN_FIGURES, *FIGURES)
 
 
 def figure_names(results: dict[str, Any]) -> list[str]:
     """The names of the figures that these results may have, by file name without suffix."""
     protocols = protocols_of(results["runs"])
-    return [*(describe(protocol).figure for protocol in protocols), *_OTHER_FIGURES]
+    return [*(describe(protocol).figure for protocol in protocols), *FIGURES]
 
 
 def draw(results: dict[str, Any]) -> dict[str, Figure]:
@@ -31,5 +80,5 @@ def draw(results: dict[str, Any]) -> dict[str, Figure]:
     figures = {
         describe(protocol).figure: extrapolation(runs, protocol) for protocol in protocols_of(runs)
     }
-    others = {name: draw_figure(runs) for name, draw_figure in _OTHER_FIGURES.items()}
+    others = {name: figure.draw(runs) for name, figure in FIGURES.items()}
     return figures | {name: figure for name, figure in others.items() if figure is not None}
