@@ -36,7 +36,7 @@ def test_every_requirement_has_its_reason():
         assert f"| {package} |" in page, package
 
 
-@pytest.mark.parametrize("extra", ["test", "bench", "peers"])
+@pytest.mark.parametrize("extra", ["test", "bench", "peers", "tpu", "cuda13"])
 def test_what_runs_programs_brings_what_they_need(extra):
     assert "alibi-jax[train]" in PROJECT["optional-dependencies"][extra]
 
