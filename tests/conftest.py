@@ -5,8 +5,12 @@ this file is read.
 """
 
 import atexit
+import ctypes
+import gc
 import os
+import pathlib
 import shutil
+import sys
 import tempfile
 
 import jax
@@ -42,6 +46,26 @@ TINY = {
     "optimizer.warmup_steps": 2,
     "checkpoint.every": 5,
 }
+
+# Resident bytes of a test process above which it drops its compiled programs: two processes have
+# to fit beside other programs into the memory of a laptop.
+MOST_RESIDENT = 2 * 2**30
+
+
+def resident_bytes():
+    """The resident memory of this process; 0 where the system has no /proc."""
+    statm = pathlib.Path("/proc/self/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def pytest_runtest_teardown():
+    if resident_bytes() > MOST_RESIDENT:
+        jax.clear_caches()
+        gc.collect()
+        if sys.platform == "linux":
+            # glibc keeps what is freed otherwise.
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture
