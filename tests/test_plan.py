@@ -330,7 +330,7 @@ def test_candidate_meshes_divide_everything_and_the_most_promising_come_first():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("v5e", "--plan=v5e: give a TPU and the shape of a slice"),
+        ("v5e", "--plan=v5e: give a TPU and the shape of its slice"),
         ("v9:2x2", "known: v4, v5e, v5p, v6e"),
         ("cpu:0", "or cpu:8"),
         ("2*cpu:8", "or cpu:8"),
