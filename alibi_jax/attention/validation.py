@@ -98,7 +98,8 @@ def _check_pair(name: str, of_queries: Any, of_keys: Any) -> None:
         raise ValueError(f"{missing} is None: give both query_{name} and key_{name}, or neither")
 
 
-def _check_mask(mask: Array | None, shape: tuple[int, int, int, int]) -> None:
+def _check_mask(mask: Array | None, shape: tuple[Any, ...]) -> None:
+    # Not integers only: `jax.export` may make sizes symbolic.
     if mask is None:
         return
     if mask.dtype != bool:
