@@ -10,6 +10,11 @@ from tqdm import tqdm
 _LINE_EVERY = 30.0
 
 
+def on_terminal() -> bool:
+    """Whether standard error is a terminal, on which a line can be drawn anew."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 class Progress:
     """Counts finished units of work; a context manager.
 
@@ -29,8 +34,7 @@ class Progress:
         leave: bool = True,
         shown: bool = True,
     ):
-        on_terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._prints_lines = shown and sys.stderr is not None and not on_terminal
+        self._prints_lines = shown and sys.stderr is not None and not on_terminal()
         self._total, self._description, self._unit = total, description, unit
         self._count, self._printed_count = initial, initial
         self._last_line = time.monotonic()
@@ -42,7 +46,7 @@ class Progress:
             unit_scale=unit_scale,
             leave=leave,
             dynamic_ncols=True,
-            disable=not (shown and on_terminal),
+            disable=not (shown and on_terminal()),
         )
 
     def __enter__(self) -> "Progress":

@@ -1,6 +1,6 @@
 """Softmax attention with a bias that is a function of positions; four engines compute it."""
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -19,20 +19,49 @@ from alibi_jax.biases import Bias, LinearBias
 from alibi_jax.biases.alibi import Slopes
 
 
-# The overloads state only how `return_residual` decides the return type.
+class _Options(TypedDict, total=False):
+    """The optional arguments of `attention`, for type checkers: both overloads take them."""
+
+    bias: Bias | None
+    causal: bool
+    window: int | None
+    offset: int | Int[Array, ""] | None
+    query_positions: Int[Array, "*#B T"] | None
+    key_positions: Int[Array, "*#B S"] | None
+    query_segment_ids: Int[Array, "B T"] | None
+    key_segment_ids: Int[Array, "B S"] | None
+    query_features: Any
+    key_features: Any
+    mask: Bool[Array, "#B #N T S"] | None
+    tolerance: float
+    implementation: str | None
+    dropout_rate: float
+    dropout_key: Key[Array, ""] | None
+
+
 @overload
 def attention(
-    query: Array, key: Array, value: Array, *, return_residual: Literal[False] = ..., **options: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_residual: Literal[False] = ...,
+    **options: Unpack[_Options],
 ) -> Array: ...
 
 
 @overload
 def attention(
-    query: Array, key: Array, value: Array, *, return_residual: Literal[True], **options: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[Array, Array]: ...
 
 
-def attention(  # type: ignore[misc]
+def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],

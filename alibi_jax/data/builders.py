@@ -23,6 +23,7 @@ from alibi_jax.config import Data
 from alibi_jax.data import text_files
 from alibi_jax.data.atomic import atomic_directory
 from alibi_jax.data.errors import DataError
+from alibi_jax.progress import on_terminal
 
 
 class TextBuilder(tfds.core.GeneratorBasedBuilder):
@@ -221,6 +222,8 @@ def _open_or_prepare(
             contextlib.redirect_stdout(io.StringIO()),
             _without_warnings(),
         ):
+            if not on_terminal():
+                tfds.disable_progress_bar()
             builder = make_builder(data_dir=root)
             builder.download_and_prepare(file_format="array_record")
             for path in Path(builder.data_dir).iterdir():

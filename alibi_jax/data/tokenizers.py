@@ -14,7 +14,7 @@ from alibi_jax.data.errors import DataError
 from alibi_jax.data.text_files import check_text, split_point
 from alibi_jax.data.tokenizer_base import Tokenizer
 from alibi_jax.data.word_tokenizer import WordTokenizer
-from alibi_jax.progress import Progress
+from alibi_jax.progress import Progress, on_terminal
 
 # Bytes of text per call of the BPE library, which needs some 100 bytes of memory for each token.
 _CHUNK_BYTES = 2**20
@@ -72,7 +72,7 @@ class BpeTokenizer(Tokenizer):
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size - 1,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=True,
+            show_progress=on_terminal(),
         )
         model.train_from_iterator(
             (chunk for document in documents for chunk in _chunks(document)), trainer
