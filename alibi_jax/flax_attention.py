@@ -5,8 +5,8 @@ for self-attention: in training, with padding or packing by the module's mask, a
 with the module's own cache. With as many queries as keys, both have the positions 0, 1, 2, ..., or
 the `input_positions` that a call of the newer NNX modules may give. Counting from 0 is sufficient,
 because these methods depend on distances only. A single query over more keys has the position of
-the last key that its mask lets it see. Other numbers of queries are refused: cross attention has
-no distances.
+the last key that its mask lets it see. Other numbers of queries raise an error: cross attention
+has no distances.
 
 Scores and softmax are float32 in modules of any dtype. A fully masked row is zero, also in the sown
 weights. Dropout draws for every score: `broadcast_dropout` is ignored.
@@ -37,8 +37,8 @@ def alibi_attention_fn(
     """ALiBi (Press et al. 2021, section 3) as an `attention_fn` of Flax's attention modules.
 
     The argument is the number of query heads, or their slopes, `[N]`. The function also serves
-    encoders: with `future_slopes`, `[N]`, they distinguish the keys after a query from those
-    before.
+    encoders: with `future_slopes`, `[N]`, they distinguish the keys after a query from the keys
+    before it.
     """
     if isinstance(num_heads_or_slopes, int | np.integer):
         num_heads, slopes = int(num_heads_or_slopes), None
@@ -105,19 +105,22 @@ def _attention_fn(
                 "bias must be None: the position method sets the bias; hide keys with a mask"
             )
         if num_heads is not None and num_heads != query.shape[-2]:
-            raise ValueError(f"biases of {num_heads} heads for {query.shape[-2]} query heads")
+            raise ValueError(
+                f"the biases of {num_heads} heads do not fit {query.shape[-2]} query heads: "
+                "make the attention_fn for all query heads of the module"
+            )
         batch, length, key_length = query.shape[:-3], query.shape[-3], key.shape[-3]
         if length not in (1, key_length):
             raise ValueError(
-                f"{length} queries over {key_length} keys: for self-attention give equally many, "
-                "or one query and a cache; cross attention has no distances"
+                f"{length} queries over {key_length} keys: for self-attention give as many "
+                "queries as keys, or one query and a cache; cross attention has no distances"
             )
         if not 0.0 <= dropout_rate < 1.0:
             raise ValueError(f"dropout_rate={dropout_rate} must be at least 0 and below 1")
         dropout_key = None
         if dropout_rate > 0.0 and not deterministic:
             if dropout_rng is None:
-                raise ValueError(f"dropout_rate={dropout_rate} without a dropout_rng")
+                raise ValueError(f"dropout_rate={dropout_rate} needs a dropout_rng")
             dropout_key = _as_typed_key(dropout_rng)
         # All batch axes become one.
         query, key, value = (

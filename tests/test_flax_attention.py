@@ -277,7 +277,7 @@ def test_d7_cross_attention_is_refused(kind, method):
     [alibi_attention_fn(8), alibi_attention_fn([0.5] * 8), t5_attention_fn(TABLE[:, :1])],
 )
 def test_b10_the_number_of_heads_is_checked(kind, attention_fn):
-    with pytest.raises(ValueError, match=r"biases of [18] heads for 4 query heads"):
+    with pytest.raises(ValueError, match=r"biases of [18] heads do not fit 4 query heads"):
         layer(kind, attention_fn)(kernels_of(), normal(5, 2, LENGTH, WIDTH))
 
 
@@ -336,7 +336,7 @@ def test_dropout_draws_for_every_score():
 
 def test_dropout_without_a_key_or_with_an_invalid_rate_is_refused():
     attend = functools.partial(alibi_attention_fn(HEADS), *qkv())
-    with pytest.raises(ValueError, match=r"dropout_rate=0\.5 without a dropout_rng"):
+    with pytest.raises(ValueError, match=r"dropout_rate=0\.5 needs a dropout_rng"):
         attend(dropout_rate=0.5)
     for rate in (-0.5, 1.0):
         with pytest.raises(ValueError, match=f"dropout_rate={rate} must be at least 0 and below 1"):
@@ -498,7 +498,7 @@ def test_a3_a_shard_takes_its_slice_of_the_slopes():
     )
     out = jax.jit(shard(attend_shard))(alibi_slopes(12), *arrays)
     np.testing.assert_allclose(out, expected, atol=1e-6)
-    with pytest.raises(ValueError, match="biases of 12 heads for 3 query heads"):
+    with pytest.raises(ValueError, match="biases of 12 heads do not fit 3 query heads"):
         shard(lambda slopes, *arrays: alibi_attention_fn(12)(*arrays))(alibi_slopes(12), *arrays)
 
 

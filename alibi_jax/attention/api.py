@@ -89,8 +89,9 @@ def attention(
     neighbouring query heads. The result has the dtype of `query`. A row that sees nothing is zero,
     and so are its gradients.
 
-    An engine is what `implementation` names, as in `jax.nn.dot_product_attention`. All engines
-    except "dense", the engine for short inputs, can be differentiated once, in reverse mode only.
+    `implementation`, which is JAX's own name for this argument, selects the engine that computes
+    the result. All engines except "dense", the engine for short inputs, can be differentiated once,
+    in reverse mode only.
 
     Args:
         query: Queries.
@@ -98,11 +99,11 @@ def attention(
         value: Values.
         bias: Function of query and key positions, and of features if given, that returns a bias
             `[..., N, T, S]` to add to the scores. Engines call it for blocks of queries and keys,
-            so that no `[N, T, S]` array has to exist. A `LinearBias` has a reach: keys that are
-            proved to hold together at most `tolerance` of a row's weight may be left out
+            so that no `[N, T, S]` array has to exist. A `LinearBias` has a reach: the engine may
+            leave out keys that provably have at most `tolerance` of a row's weight in total
             (docs/attention.md).
-        causal: Query t, whose index among the keys is `offset` + t, sees no key of a greater
-            index.
+        causal: Whether a query sees no key after it. Query t has the index `offset` + t among the
+            keys.
         window: Query t sees only keys whose index differs from its own by less than `window`.
         offset: Index of the first query among the keys. The default is S − T: the queries are the
             last of the keys. It may be traced, as in a cache with free slots.
@@ -111,9 +112,9 @@ def attention(
         query_segment_ids: A query sees the keys of its own segment. Id 0 is padding, which sees
             nothing and is not seen.
         key_segment_ids: See `query_segment_ids`.
-        query_features: Tree of arrays `[B, T, ...]` for the bias, which gets queries' and keys'
-            features after the positions.
-        key_features: Tree of arrays `[B, S, ...]` for the bias.
+        query_features: Tree of arrays `[B, T, ...]`. The bias function receives the features of
+            the queries and of the keys after the positions.
+        key_features: Tree of arrays `[B, S, ...]`.
         mask: True where a query may see a key.
         tolerance: Greatest share of a row's weight that may be left out; 0 leaves out nothing.
         implementation: "dense", "blockwise", "pallas_tpu" or "folded". None chooses the engine for

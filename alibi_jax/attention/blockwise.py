@@ -40,18 +40,18 @@ def blockwise(
     block_size: int,
     head_by_head: bool,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Computes attention, and the log-sum-exp of each row of scores; arguments as `attention`'s.
+    """Computes attention, and the log-sum-exp of each row of scores.
 
-    `head_by_head` computes one head of one batch row after another, each with its own reach,
-    instead of all at once. It suits a processor with few cores, and needs a bias that computes
-    each head on its own.
+    The arguments have the names and meanings of `attention`'s arguments. `head_by_head` computes
+    one head of one batch row after another, each with its own reach, instead of all at once. It
+    suits a processor with few cores, and needs a bias that computes each head on its own.
     """
     length, num_heads = query.shape[1:3]
     key_length, num_kv_heads = key.shape[1:3]
     linear = bias if isinstance(bias, LinearBias) else None
     blocks = reach(query, key, linear, visibility, block_size=block_size, tolerance=tolerance)
     if not head_by_head:
-        # The union over rows and heads. Rows and heads that need no block do not widen it.
+        # This is the union over rows and heads. Rows and heads that need no block do not widen it.
         start = jnp.where(blocks.start < blocks.stop, blocks.start, key_length)
         stop = blocks.stop.max((0, 1))
         blocks = KeyBlocks(jnp.minimum(start.min((0, 1)), stop), stop)
@@ -112,7 +112,7 @@ def _pad_end(x: Any, axis: int, padding: int) -> Any:
 
 
 def _pad_tokens(tokens: TokenMetadata, padding: int) -> TokenMetadata:
-    """Tokens with padding at the end, whose indices count on: index 0 stays the first token's."""
+    """Adds padding at the end of the tokens; the indices of the padding continue the tokens'."""
     indices = jnp.arange(len(tokens.indices) + padding, dtype=jnp.int32) + tokens.indices[0]
     features = _pad_end(tokens.features, 1, padding)
     padded = _pad_end(tokens._replace(features=None), -1, padding)
@@ -127,7 +127,10 @@ def _key_loop_bounds(
     visibility: Visibility,
     any_block_masked: bool,
 ) -> KeyLoopBounds:
-    """`blocks`, and the full blocks among them; no block is full where `any_block_masked`."""
+    """The bounds of `blocks`, and of the full blocks among them.
+
+    With `any_block_masked` no block counts as full.
+    """
     start, stop = blocks
     if any_block_masked:
         return KeyLoopBounds(start, start, start, stop)
@@ -147,7 +150,7 @@ def _key_loop_bounds(
 def _all_heads(
     settings: FlashSettings, operands: Operands, bias: Bias | None
 ) -> tuple[Array, Array]:
-    """All heads of all batch rows at once, over the blocks that any of them needs."""
+    """Computes all heads of all batch rows at once, over the blocks that any of them needs."""
     block_bias = functools.partial(bias_between, bias)
     examples = (
         take_token_block(operands.query_tokens, 0, settings.query_block_size),
@@ -170,7 +173,7 @@ def _all_heads(
 def _head_by_head(
     settings: FlashSettings, operands: Operands, bias: LinearBias | None
 ) -> tuple[Array, Array]:
-    """One head of one batch row after another, each over its own blocks."""
+    """Computes one head of one batch row after another, each over its own blocks."""
     if bias is not None:
         settings = dataclasses.replace(settings, bias=_linear_bias_of_head)
         batch, num_heads = operands.query.shape[:2]

@@ -1,8 +1,9 @@
 """Context parallelism: causal attention whose sequence is sharded over devices.
 
-Each device has a shard of the queries, keys and values, and calls this inside `jax.shard_map`.
-The queries stay on their device and the keys come to them: all keys, or only the previous shard's
-where a linear bias makes the others irrelevant. Distances are those in the whole sequence.
+Each device has a shard of the queries, keys and values, and calls `context_attention` inside
+`jax.shard_map`. The queries stay on their device and the keys come to them: all keys, or only the
+keys of the previous shard, where a linear bias makes the other keys irrelevant. Distances are the
+distances in the whole sequence.
 """
 
 import jax
@@ -17,8 +18,8 @@ from alibi_jax.biases import LinearBias
 from alibi_jax.biases.alibi import Slopes
 
 # Expected gap between the bound of a query's scores and the score with its own key, as in
-# `rolling_cache`. It predicts the heads whose reach ends within the previous shard. Each call
-# verifies the prediction.
+# `rolling_cache`. It predicts which heads have a reach that ends within the previous shard.
+# Each call verifies the prediction.
 _EXPECTED_GAP = 16.0
 
 
@@ -111,11 +112,11 @@ def _attend_to_previous_shard(
     axes: tuple[str, ...],
     segment_ids: Array | None,
 ) -> Array:
-    """Attention to the keys of this and the previous shard, or to all if others may matter."""
+    """Attention to the keys of this and the previous shard; to all keys if others may matter."""
     share = _share_beyond_previous_shard(*jax.lax.stop_gradient((query, key, slopes)), axes)
     # All devices must take the same branch, because the branches contain collectives.
     share = jax.lax.pmax(share, jax.sharding.get_abstract_mesh().axis_names)
-    # The first shard has no previous one: it receives zeros, whose segment id 0 marks padding.
+    # The first shard has no previous shard: it receives zeros. Their segment id 0 marks padding.
     ids = jnp.ones(query.shape[:2], jnp.int32) if segment_ids is None else segment_ids
     to_next_shard = [(shard, shard + 1) for shard in range(jax.lax.axis_size(axes) - 1)]
 

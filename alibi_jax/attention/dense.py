@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-# Finite, so that a row without any key has gradients of zero rather than NaN.
+# Finite, so that the gradients of a row that sees no key are 0 and not NaN.
 _MASKED = float(jnp.finfo(jnp.float32).min)
 
 
@@ -41,7 +41,7 @@ def dense(
         scores += group_heads(bias.astype(dtype))
     if mask is not None:
         mask = group_heads(mask)
-        # Masked after the bias is added, so that no bias can make a masked key visible again.
+        # The mask comes after the bias, so that no bias can make a masked key visible again.
         scores = jnp.where(mask, scores, _MASKED)
     # The maximum must be finite, also in a row whose bias is -inf at every key.
     row_max = jnp.maximum(scores.max(axis=-1, keepdims=True), _MASKED)
@@ -62,7 +62,7 @@ def dense(
     sees_keys = row_sum > 0.0
     row_sum = jnp.where(sees_keys, row_sum, 1.0)
     log_sum_exp = jnp.where(sees_keys, row_max[..., 0] + jnp.log(row_sum), -jnp.inf)
-    # Divided after the product with the values: H divisions per row instead of S.
+    # The division comes after the product with the values: H divisions per row instead of S.
     out /= row_sum.transpose(0, 3, 1, 2)[..., None]
     out = out.astype(query.dtype).reshape(batch, length, num_heads, value.shape[-1])
     return out, log_sum_exp.reshape(batch, num_heads, length).swapaxes(1, 2)

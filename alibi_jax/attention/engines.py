@@ -1,4 +1,4 @@
-"""Chooses the engine that computes an attention, by platform and shape, and runs it."""
+"""Chooses the engine that computes attention, by platform and shape, and runs it."""
 
 from typing import Any
 
@@ -16,14 +16,16 @@ from alibi_jax.biases import Bias, LinearBias
 
 ENGINES = ("dense", "blockwise", "pallas_tpu", "folded")
 
-# Up to this many scores per head, loops over blocks cost more than they save.
+# Up to this number of scores per head, loops over blocks cost more than they save.
 _DENSE_MAX_SCORES = 256 * 256
-# So few queries over many keys, as in decoding, would be a single block.
+# At most this number of queries, as in decoding, would form a single block, with any keys.
 _DENSE_MAX_QUERIES = 16
-# Queries, and keys, per block. On a CPU the arrays of one block should stay in its caches.
+# The number of queries, and of keys, in a block. On a CPU the arrays of one block should stay in
+# its caches.
 _BLOCK_SIZE = {"cpu": 128}
 _DEFAULT_BLOCK_SIZE = 512
-# With so few blocks of keys, finding those in reach takes longer than computing all of them.
+# With at most this number of key blocks, finding the blocks in reach takes longer than computing
+# all of them.
 _MAX_BLOCKS_WITHOUT_REACH = 4
 # cuDNN's fused kernel takes 128 columns on every GPU that it supports; 6 of them are positions.
 _FOLDED_MAX_HEAD_SIZE = 122
@@ -44,10 +46,10 @@ def compute_attention(
     dropout_key: Key[Array, ""] | None,
     return_residual: bool,
 ) -> tuple[Float[Array, "B T N V"], Any]:
-    """Computes attention with one of the engines; arguments as `attention`'s, already checked.
+    """Computes attention with one of the engines.
 
-    Returns the result and the log-sum-exp of each row of scores. The latter may be None without
-    `return_residual`.
+    The arguments are `attention`'s arguments after the checks of `attention`. Returns the result
+    and the log-sum-exp of each row of scores. The latter may be None without `return_residual`.
     """
     if query.size == 0 or key.size == 0:
         # There is no row, or no row sees a key.
@@ -60,7 +62,7 @@ def compute_attention(
         dropout_key = None
     if key.shape[1] <= _MAX_BLOCKS_WITHOUT_REACH * block_size:
         tolerance = 0.0
-    # Why the engines for linear biases cannot serve; empty where they can.
+    # The reason why the engines for linear biases cannot serve; empty if they can.
     refusal = _linear_bias_refusal(bias, visibility, dropout_key, return_residual)
     refusals = {"pallas_tpu": refusal, "folded": refusal}
     if not refusal and isinstance(bias, LinearBias):
@@ -154,8 +156,8 @@ def _choose_engine(platform: str, query: Array, key: Array, refusals: dict[str, 
 def _platform(query: Array) -> str:
     """The platform that will compute: "cpu", "gpu" or "tpu".
 
-    That of the mesh that is set, which may be of devices that this machine lacks. Without a mesh,
-    that of the array, or JAX's default for a traced array.
+    It is the platform of the mesh that is set, whose devices this machine may lack. Without a mesh,
+    it is the platform of the array, or JAX's default platform for a traced array.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.abstract_device is not None:
@@ -169,7 +171,7 @@ def _platform(query: Array) -> str:
 
 
 def _partitioned_by_compiler() -> bool:
-    """Whether a mesh is set over whose devices the compiler partitions the computation."""
+    """Whether a mesh is set and the compiler partitions the computation over its devices."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(
         size > 1 and kind == AxisType.Auto for size, kind in zip(mesh.axis_sizes, mesh.axis_types)
@@ -182,7 +184,7 @@ def _linear_bias_refusal(
     dropout_key: Array | None,
     return_residual: bool,
 ) -> str:
-    """Why no engine with built-in linear biases can serve; empty where one may."""
+    """The reason why no engine for linear biases can serve; empty if one may."""
     if not isinstance(bias, LinearBias):
         return "serves linear biases only: give a LinearBias, or use 'blockwise'"
     if bias.future_slopes is not None and not visibility.causal:
@@ -195,7 +197,7 @@ def _linear_bias_refusal(
 
 
 def _pallas_tpu_refusal(query: Array, key: Array, value: Array, block_size: int) -> str:
-    """Why the TPU kernel cannot serve these arrays; empty where it can."""
+    """The reason why the TPU kernel cannot serve these arrays; empty if it can."""
     # Imported only where it is used: importing Pallas takes as long as the rest of this package.
     from alibi_jax.attention.tpu.attention import pallas_refusal
 
@@ -207,7 +209,7 @@ def _pallas_tpu_refusal(query: Array, key: Array, value: Array, block_size: int)
 def _folded_refusal(
     query: Array, key: Array, value: Array, bias: LinearBias, visibility: Visibility
 ) -> str:
-    """Why the folded engine cannot serve; empty where it can."""
+    """The reason why the folded engine cannot serve; empty if it can."""
     offset = visibility.offset
     self_attention = query.shape[1] == key.shape[1] and isinstance(offset, int) and offset == 0
     if not visibility.causal or not self_attention or visibility.query_segment_ids is not None:

@@ -1,7 +1,7 @@
 """Flash attention, for all heads at once or for one head after another, and its gradient.
 
-The loop over heads is inside one operation with one gradient. Had each iteration its own gradient,
-JAX would stack copies of the inputs that these gradients need.
+The loop over heads is inside one operation with one gradient. If each iteration had a gradient of
+its own, JAX would stack copies of the inputs that these gradients need.
 """
 
 import functools
@@ -36,8 +36,8 @@ def flash_attention(
     `head_by_head` computes one head of one batch row after another. The bias's parameters and the
     key bounds then have leading axes of batch and heads, and there are no features and no dropout.
     """
-    # Inside `jax.shard_map`, some operands may be equal on all devices and others not. Here all are
-    # marked as varying, so that JAX sums the gradients of the equal ones over the devices.
+    # Inside `jax.shard_map`, some operands may be equal on all devices and others not. Here all
+    # operands are marked as varying, so that JAX sums the gradients of equal operands over devices.
     operands = jax.tree.map(functools.partial(match_varying_axes, operands), operands)
     return _flash_attention(settings, head_by_head, operands)
 
@@ -60,8 +60,8 @@ def _forward_rule(
     operands = jax.tree.unflatten(tree, [leaf.value for leaf in leaves])
     perturbed = jax.tree.unflatten(tree, [leaf.perturbed for leaf in leaves])
     results = _flash_attention(settings, head_by_head, operands)
-    # Residuals are arrays, so that a flag has to be a tree's structure: () for true, None for
-    # false. It tells the backward rule whether the gradients of the bias are needed.
+    # Residuals may hold only arrays. A boolean is therefore encoded in the tree's structure, as ()
+    # or None. It tells the backward rule whether the gradients of the bias are needed.
     bias_inputs = (
         perturbed.bias_parameters,
         perturbed.query_tokens.features,
@@ -90,7 +90,10 @@ _flash_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _map_heads(function: Callable[..., Any], operands: Operands, *arrays: Array) -> Any:
-    """`function` of one head of one batch row after another; results stacked `[B, N, ...]`."""
+    """Applies `function` to one head of one batch row after another.
+
+    The results are stacked as `[B, N, ...]`.
+    """
     batch, num_heads = operands.query.shape[:2]
 
     def one_head(index: Array) -> Any:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from alibi_jax.attention.blocks import add_to_block, join_blocks, take_block, take_token_block
 from alibi_jax.attention.visibility import TokenMetadata
 
-# Finite, so that the difference of two of them is 0 and not NaN.
+# Finite, so that the difference of two masked scores is 0 and not NaN.
 MASKED = float(jnp.finfo(jnp.float32).min)
 
 
@@ -63,7 +63,7 @@ class FlashSettings:
     visible: Callable[[TokenMetadata, TokenMetadata], Array | None]
     query_block_size: int
     key_block_size: int
-    # Whether any query block has key blocks to mask before, and after, its full ones.
+    # Whether some query block has key blocks to mask before its full blocks, and after them.
     masked_before: bool
     masked_after: bool
     dropout_rate: float
@@ -128,7 +128,7 @@ def _dropout_keep(
 
 
 def forward_pass(settings: FlashSettings, operands: Operands) -> tuple[Array, Array]:
-    """The result, and the log-sum-exp of each row of scores, both float32.
+    """Computes the result, and the log-sum-exp of each row of scores, both float32.
 
     The log-sum-exp is -inf where a row sees nothing.
     """
@@ -152,7 +152,7 @@ def forward_pass(settings: FlashSettings, operands: Operands) -> tuple[Array, Ar
             visible = _visible_in_block(settings, operands, tokens, i, j) if masked else None
             if visible is not None:
                 scores = jnp.where(visible, scores, MASKED)
-            # At least MASKED, where it starts, also in a row whose bias is -inf at every key.
+            # The maximum starts at MASKED, so it is finite also in a row of biases of -inf.
             new_max = jnp.maximum(row_max, scores.max(axis=-1))
             weights = jnp.exp(scores - new_max[..., None])
             if visible is not None:
@@ -191,7 +191,7 @@ def _dot(equation: str, left: Array, right: Array) -> Array:
 def match_varying_axes(operands: Operands, x: Array) -> Array:
     """`x`, marked as varying over each axis of a `jax.shard_map` over which an operand varies.
 
-    Outside of `jax.shard_map`, `x` itself.
+    Returns `x` itself outside of `jax.shard_map`.
     """
     varying = (jax.typeof(y).mat.varying for y in jax.tree.leaves(operands))
     missing = frozenset().union(*varying) - jax.typeof(x).mat.varying
@@ -212,10 +212,10 @@ def backward_pass(
     *,
     with_bias_gradients: bool,
 ) -> Operands:
-    """The gradients of the operands, float32, from the gradients of the forward pass's results.
+    """Computes the operands' gradients, float32, from the gradients of the forward pass's results.
 
-    The gradients of the bias's parameters and of the features are computed only
-    `with_bias_gradients`.
+    The gradients of the bias's parameters and of the features are computed only if
+    `with_bias_gradients` is true.
     """
     # exp(score - inf) is 0 in rows that see nothing.
     log_sum_exp = jnp.where(log_sum_exp == -jnp.inf, jnp.inf, log_sum_exp)

@@ -1,4 +1,4 @@
-"""Linear biases folded into queries and keys, so that any attention kernel without biases works."""
+"""Linear biases folded into queries and keys, for attention kernels that take no biases."""
 
 import math
 from typing import Literal
@@ -139,16 +139,16 @@ def folded_error(slopes: Slopes, length: int, dtype: DTypeLike) -> float:
 
 
 def folded_refusal(slopes: Slopes, length: int, dtype: DTypeLike) -> str:
-    """The reason why `folded` does not take such rows; empty if it does."""
+    """The reason why `folded` does not take rows of this length and dtype; empty if it does."""
     concrete_slopes = (1.0,) if isinstance(slopes, jax.core.Tracer) else slopes
     error = folded_error(concrete_slopes, length, dtype)
     max_error = _MAX_ERROR_16_BIT if _has_16_bits(dtype) else _MAX_ERROR_FLOAT32
     if error <= max_error:
         return ""
     return (
-        f"slopes up to {_steepest(concrete_slopes):.3g} folded into {jnp.dtype(dtype)} rows of "
-        f"{length} could put a score off by {error:.2g}, more than {max_error:g}: use the "
-        "blockwise implementation, or shorter rows"
+        f"cannot fold slopes up to {_steepest(concrete_slopes):.3g} into {jnp.dtype(dtype)} rows "
+        f"of {length} tokens, because a score could be off by {error:.2g}, more than "
+        f"{max_error:g}: use 'blockwise', or shorter rows"
     )
 
 

@@ -49,7 +49,7 @@ def reach(
 ) -> KeyBlocks:
     """The key blocks that `attention` has to compute, per batch row, query head and query block.
 
-    A block has `block_size` queries, or as many keys. The keys that are left out have at most
+    A block has `block_size` queries or keys. The keys that are left out have at most
     `tolerance` of the weight of each row, whatever the data: large norms, or one heavy key far
     away, only widen the range. With a tolerance of 0, without a linear bias, or with a mask, which
     may hide a query's own key, only invisible blocks are left out.
@@ -132,8 +132,8 @@ def _log_weight_bound(
 ) -> Float[Array, "query_blocks key_blocks"]:
     """Upper bound of the logarithm of a key block's weight, relative to a query's own key.
 
-    The greatest bound over the queries of a block; +inf where a query has no own key to compare
-    with.
+    The greatest bound over the queries of a block; +inf where a query has no key of its own to
+    compare with.
     """
     past, future = slopes
     positions, key_positions = metadata.query_positions, metadata.key_positions
@@ -177,7 +177,7 @@ def _log_weight_bound(
     bias = jnp.where((relative_min <= 0) & (relative_max >= 0), jnp.maximum(bias, 0.0), bias)
     bias += rounding * jnp.abs(bias)
     # The number of keys with the greatest bias that weigh as much as the block. Where the block
-    # lies wholly before or behind the queries, its biases fall with each further key.
+    # lies wholly before or after the queries, its biases fall with each further key.
     block_positions = _in_blocks(key_positions, block_size, None)
     behind = jnp.exp(
         -jnp.maximum(past, 0.0) * (key_max[:, None] - block_positions).astype(jnp.float32)
@@ -205,7 +205,7 @@ def _linear_bias(
 
 
 def _in_blocks(x: Array, block_size: int, fill: float | bool | None) -> Array:
-    """`x` as `[blocks, block_size]`, padded with `fill`, or with its last entry for None."""
+    """`x` as `[blocks, block_size]`, padded with `fill`, or with its last entry if that is None."""
     padding = (0, -x.shape[0] % block_size)
     if fill is None:
         return jnp.pad(x, padding, mode="edge").reshape(-1, block_size)
@@ -215,7 +215,7 @@ def _in_blocks(x: Array, block_size: int, fill: float | bool | None) -> Array:
 def _block_min_max(
     x: Int[Array, "T"], block_size: int, padding: int | None = None
 ) -> tuple[Int[Array, "blocks"], Int[Array, "blocks"]]:
-    """The least and the greatest number of each block, without the number that means padding."""
+    """The least and the greatest number in each block, without the number that means padding."""
     blocks = _in_blocks(x, block_size, None)
     if padding is None:
         return blocks.min(axis=1), blocks.max(axis=1)

@@ -6,7 +6,7 @@ with slope m, and s the score with its own key, which is at distance 0. Let K be
 of the keys at distance d or more. A key k at distance δ ≥ d weighs exp(q·k/sqrt(H) − m·δ), at most
 exp(|q|·K/sqrt(H) − m·δ). There is at most one key at each distance, and the sum of e^(−m·δ) over
 all δ ≥ d is e^(−m·d)/(1 − e^(−m)). The whole row weighs at least as much as its own key, e^s. Hence
-the keys at distance d or more, however many, have together a share of the row's weight of at most
+all keys at distance d or more together have a share of the row's weight of at most
 
     exp(gap − m·d) / (1 − e^(−m)),  gap = |q|·K/sqrt(H) − s.
 
@@ -47,8 +47,8 @@ class HeadGroupCache(NamedTuple):
     """The last R tokens for one group of heads: token t, counted from 0, is in slot t mod R.
 
     The other fields describe the evicted tokens, those overwritten so far: the greatest norm of
-    their keys, and their greatest position, -1 if there are none. `omitted_share` bounds their
-    share of a row's weight, the greatest over all rows so far.
+    their keys, and their greatest position, -1 if there are none. `omitted_share` is an
+    upper bound of their share of a row's weight: the greatest over all rows so far.
     """
 
     slots: CachedTokens
@@ -223,7 +223,8 @@ def _attend(
             new_tokens,
         )
 
-    # New token t evicts token t of these. The bound for its query covers all evicted until then.
+    # New token t evicts token t of `evicted`. The bound for its query covers all tokens that are
+    # evicted by then.
     evicted = oldest_tokens(length)
     norms = jnp.where(evicted.segment_ids[..., None] == 0, 0.0, norm_bound(evicted.key))
     norms = jnp.maximum(jax.lax.cummax(norms, axis=1), group.evicted_norm[:, None])

@@ -1,4 +1,4 @@
-"""Statistics of attention: how widely and how far back it looks, and its scores by distance."""
+"""Statistics of attention: its entropy, its mean distance, and its mean scores by distance."""
 
 from typing import Any, NamedTuple
 
@@ -38,11 +38,11 @@ def attention_statistics(
     key_features: Any = None,
     num_shards: int = 1,
 ) -> AttentionStatistics:
-    """Statistics of causal self-attention at positions 0, 1, 2, ...; arguments as `attention`'s.
+    """Computes statistics of causal self-attention at positions 0, 1, 2, ...
 
-    `num_shards` is the number of devices over which batch rows and heads are sharded. Queries are
-    processed in chunks, so that a device holds at most about `MAX_SCORES` scores, or those of one
-    query.
+    The other arguments have the names and meanings of `attention`'s arguments. `num_shards` is
+    the number of devices over which batch rows and heads are sharded. Queries are processed in
+    chunks, so that a device holds at most about `MAX_SCORES` scores, or the scores of one query.
     """
     batch, length, num_heads, size = query.shape
     rows_of_scores = -(-batch * num_heads // num_shards)
@@ -52,7 +52,7 @@ def attention_statistics(
 
     def add_chunk(index: Array, sums: AttentionStatistics) -> AttentionStatistics:
         chunk = take_token_block(queries, index, chunk_size)
-        # A last chunk that would pass the end is moved back, over queries that are counted already.
+        # JAX moves a last chunk that would pass the end back, over queries that were counted.
         is_new = chunk.indices >= index * chunk_size
         scores = jnp.einsum(
             "btnh,bsnh->bnts",
@@ -111,10 +111,10 @@ def _sum_by_distance(
 
 
 def attention_resolution(scores: Float[np.ndarray, "... T"]) -> Float[np.ndarray, "..."]:
-    """How well attention distinguishes positions; s is the mean scores at distances 0 to T−1.
+    """How well attention distinguishes positions; s[n] is the mean score at distance n < T.
 
-    Σ e^s[n] (e^s[n] − e^s[n+1]) / (Σ e^s[n])², in float64. There is no s[T], so that the numerator
-    ends with the term of T−2. Equal scores, and a single score, have resolution 0.
+    Σ e^s[n] (e^s[n] − e^s[n+1]) / (Σ e^s[n])², in float64. There is no s[T], so that the sum of
+    the numerator ends at n = T−2. Equal scores, and a single score, have resolution 0.
 
     Sun et al. 2022 (xPos), arXiv 2212.10554, equation 3.
     """

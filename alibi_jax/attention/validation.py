@@ -99,7 +99,7 @@ def _check_pair(name: str, of_queries: Any, of_keys: Any) -> None:
 
 
 def _check_mask(mask: Array | None, shape: tuple[Any, ...]) -> None:
-    # Not integers only: `jax.export` may make sizes symbolic.
+    # The sizes in `shape` may be symbolic, not only integers, under `jax.export`.
     if mask is None:
         return
     if mask.dtype != bool:
@@ -126,7 +126,7 @@ def resolve_bias(bias: Bias | None, num_heads: int) -> Bias | None:
 
 
 def _float32(slopes: Slopes) -> Array | np.ndarray:
-    """Float32 slopes; a numpy array unless they are a JAX array, so that they stay known."""
+    """Float32 slopes; a numpy array, whose values stay known while tracing, or a JAX array."""
     if isinstance(slopes, jax.Array):
         return slopes.astype(jnp.float32)
     return np.asarray(slopes, np.float32)
@@ -153,7 +153,7 @@ def check_options(
     implementation: str | None,
     dropout_rate: float,
 ) -> None:
-    """Raises ValueError for features of one side only, an unknown engine or a rate out of range."""
+    """Raises ValueError for an unknown engine, a rate out of range or only one kind of features."""
     _check_pair("features", query_features, key_features)
     for name, rate in (("tolerance", tolerance), ("dropout_rate", dropout_rate)):
         if not 0.0 <= rate < 1.0:

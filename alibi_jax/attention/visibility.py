@@ -25,7 +25,7 @@ class Visibility(NamedTuple):
     # None: all tokens belong to one segment.
     query_segment_ids: Int[Array, "B T"] | None = None
     key_segment_ids: Int[Array, "B S"] | None = None
-    # None: a mask hides no key.
+    # None: no mask.
     mask: Bool[Array, "#B #N T S"] | None = None
 
 
@@ -67,7 +67,7 @@ def token_metadata(
 def bias_between(bias: Bias | None, queries: TokenMetadata, keys: TokenMetadata) -> Array | None:
     """The bias that is added to the scores between queries and keys; None without a bias.
 
-    The function gets both positions, and both features where there are features.
+    `bias` receives the positions of queries and keys, and then their features, if there are any.
     """
     if bias is None:
         return None

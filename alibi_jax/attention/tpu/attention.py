@@ -1,4 +1,7 @@
-"""Attention with linear biases on TPUs: one forward and one backward kernel."""
+"""Attention with linear biases on TPUs: one forward and one backward kernel.
+
+In the arrays of the kernels, a row is one query head of one batch row.
+"""
 
 import functools
 from collections.abc import Callable
@@ -23,9 +26,9 @@ from alibi_jax.attention.tpu.launch import Operand, launch
 
 _MAX_BLOCK = 512
 # The gradient of the queries stays in VMEM while the kernel passes over the keys. Queries whose
-# gradient is larger are taken in several spans.
+# gradient is larger are processed in several spans.
 _SPAN_BYTES = 1 << 22
-# The arrays of a `KeyBlocks`, each [rows, query_blocks].
+# The two arrays of a `KeyBlocks`, each [rows, query_blocks].
 _KeyRanges = tuple[Array, ...]
 
 
@@ -46,14 +49,14 @@ def pallas_tpu(
 ) -> Float[Array, "B T N V"]:
     """Softmax(query · key / sqrt(H) − m·|i−j|) · value over the key blocks in `key_blocks`.
 
-    Inputs are bfloat16 or float32, the output has the dtype of `query`. Biases, scores and softmax
-    are float32, and so are products of float32. Query t stands at key index i = `offset` + t;
-    the offset may be traced. A query sees the keys that meet all of these conditions: j ≤ i if
-    `causal`, |i−j| < `window`, the same segment id (0 is no segment), and a block in
-    `key_blocks`. A block holds `block_size` queries, or as many keys. A row that sees nothing is
-    zero, and so are its gradients. K divides N. Lengths need not be multiples of the block size.
-    Query, key, value and slopes have gradients. Memory is linear in the lengths. `interpret` is
-    the argument of `pallas_call`.
+    Inputs are bfloat16 or float32. The output has the dtype of `query`. Biases, scores and softmax
+    are float32, and so are products of float32 inputs. Query t has the index i = `offset` + t among
+    the keys; the offset may be traced. A query sees the keys that meet all these conditions: j ≤ i
+    if `causal`, |i−j| < `window`, the same segment id (0 is no segment), and a block in
+    `key_blocks`. A block holds `block_size` queries or keys. The output of a query that sees
+    nothing is zero, and so are its gradients. K divides N. Lengths need not be multiples of the
+    block size. Query, key, value and slopes have gradients. Memory is linear in the lengths.
+    `interpret` is the argument of `pallas_call`.
 
     Raises ValueError for a block size other than 128, 256, 384 and 512, and for lengths whose
     blocks do not fit a kernel's grid.
@@ -138,7 +141,7 @@ def _pad(x: Array, axis: int, multiple: int) -> Array:
 def _attend(config: KernelConfig, *arrays: Any) -> Array:
     """The output, [rows, V, T], of query [rows, T, H] and key and value [B·K, S, H or V].
 
-    There are B·N rows.
+    There are B·N rows, one for each query head of each batch row.
     """
     return _forward(config, *arrays)[0]
 

@@ -1,4 +1,7 @@
-"""The grid of a kernel: pairs of blocks to compute, each packed into one integer."""
+"""The grid of a kernel: pairs of blocks to compute, each packed into one integer.
+
+A row is one query head of one batch row.
+"""
 
 from typing import NamedTuple
 

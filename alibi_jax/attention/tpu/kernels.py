@@ -14,16 +14,17 @@ from jaxtyping import Array, Float
 
 from alibi_jax.attention.tpu.grid import GridStep
 
-# Scores are [keys, queries]: a row's maximum and sum are then taken down the registers and kept
-# as [1, queries]. Scores are in units of log 2, because the chip's exponential is a power of two.
+# Scores are [keys, queries]: the maximum and the sum of a query are then taken down the registers
+# and kept as [1, queries]. Scores are in units of log 2, because the chip's exponential is a power
+# of two.
 _LOG2E = math.log2(math.e)
-# The masked score is far below the initial maximum, so that a row that sees nothing has weights
+# The masked score is far below the initial maximum, so that a query that sees nothing has weights
 # of 0.
 _MASKED, _INITIAL_MAX = -3e38, -1e30
-# The forward kernel takes this number of keys at a time, a TPU's lanes: more would spill from
-# registers.
+# The forward kernel processes this number of keys at a time, the lanes of a TPU. More keys would
+# not fit into the registers.
 LANES = 128
-# Columns of 1 after the values: a TPU's sublanes.
+# The number of columns of 1 after the values: the sublanes of a TPU.
 ONES_COLUMNS = 8
 # Dimension numbers of `dot_general` for a @ b, a @ b.T and a.T @ b.
 _A_B = (((1,), (0,)), ((), ()))
@@ -73,8 +74,8 @@ def forward_kernel(
 ) -> None:
     """Adds a block of keys to the running softmax of a block of queries.
 
-    The last step of a query block writes the output, [V, queries], and the logarithm to base 2
-    of each row's sum of weights, [1, queries]. The values end in `ONES_COLUMNS` columns of 1: with
+    The last step of a query block writes the output, [V, queries], and the logarithm to base 2 of
+    each query's sum of weights, [1, queries]. The values end in `ONES_COLUMNS` columns of 1: with
     them the matrix unit also sums the weights, rounded in the same way as for the output, because
     the vector unit is the busier one.
     """
@@ -89,7 +90,8 @@ def forward_kernel(
 
     def add_block(masked: bool) -> None:
         starts = range(0, config.block_size, LANES)
-        # All products come before the first softmax, so that the two units work side by side.
+        # All products come before the first softmax, so that the matrix unit and the vector unit
+        # work at the same time.
         products = [_scaled_product(key[pl.ds(start, LANES)], query[...]) for start in starts]
         current_max = running_max[...]
         for start, product in zip(starts, products):
@@ -210,7 +212,7 @@ def _compute_active(
     ids: Any,
     compute: Callable[[bool], None],
 ) -> None:
-    """Calls `compute` if the step is active, `masked` only where a mask may hide a key."""
+    """Calls `compute(masked)` if the step is active; `masked` is false if no key is hidden."""
     if ids:
         pl.when(step.active)(lambda: compute(True))
         return

@@ -1,4 +1,4 @@
-"""Runs a kernel over a grid of steps, each on blocks of its operands."""
+"""Runs a kernel over a grid. Each step works on one block of each operand."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from alibi_jax.attention.tpu.kernels import KernelConfig, StepIndices, forward_k
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array, or an output's shape, and the block of it that a step reads or writes.
+    """An array, or the shape of an output, and the block of it that a step reads or writes.
 
     `block_shape` and `block_index` are those of `pallas.BlockSpec`: None in the shape drops an
     axis from the block.
@@ -84,7 +84,7 @@ def launch(
 
         return pl.BlockSpec(operand.block_shape, index_map)
 
-    # An upper bound: the blocks that are skipped are known only at run time.
+    # This is an upper bound, because the skipped blocks are known only at run time.
     scores = grid.packed_steps.size * config.block_size**2 // (2 if config.causal else 1)
     prefetched = grid.packed_steps.reshape(-1), origin, slopes
     return pl.pallas_call(
