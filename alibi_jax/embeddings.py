@@ -31,7 +31,7 @@ def sinusoidal(
         case "interleaved":
             exponent_divisor, axis = half, -1
         case "halves":
-            # Width 2 has only the frequency 1, for which any divisor but 0 will do.
+            # Width 2 has only the frequency 1, whatever the divisor, which must not be 0.
             exponent_divisor, axis = max(half - 1, 1), -2
         case _:
             raise ValueError(f"layout={layout!r} must be 'interleaved' or 'halves'")

@@ -1,6 +1,7 @@
 """The floating-point operations of a training step, and the peak rates of devices.
 
-They are counted from the configuration. The compiler's own count has the body of a loop only once.
+The operations are counted from the configuration, because the compiler's own count includes the
+body of a loop only once.
 """
 
 from typing import NamedTuple
@@ -31,8 +32,8 @@ PEAKS = {
 class Flops(NamedTuple):
     """The floating-point operations of a training step on all devices together.
 
-    `products` are those of the matrix products with parameters, `attention` those of attention,
-    and `recomputed` those that the backward pass repeats from the forward pass.
+    `products` counts the matrix products with parameters, `attention` counts attention, and
+    `recomputed` counts the operations that the backward pass repeats from the forward pass.
     """
 
     products: float
@@ -70,7 +71,7 @@ def step_flops(config: Config, vocab_size: int) -> Flops:
 
 
 def vocabulary_rows(model: Model, vocab_size: int) -> int:
-    """The number of logits per token: those of the vocabulary, or of an adaptive first band."""
+    """The number of logits per token: of the vocabulary, or of an adaptive softmax's first band."""
     if not model.cutoffs:
         return vocab_size
     return make_bands(model, vocab_size)[0].size + len(model.cutoffs)
@@ -79,7 +80,7 @@ def vocabulary_rows(model: Model, vocab_size: int) -> int:
 def _band_projections(model: Model, vocab_size: int) -> float:
     """Operations per token of an adaptive vocabulary's projections.
 
-    All bands count for the input, all but the first for the output.
+    All bands have a projection of the input, and all bands but the first one of the output.
     """
     if not model.cutoffs:
         return 0.0

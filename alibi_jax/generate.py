@@ -31,7 +31,7 @@ def generate(
     cache_tolerance: float | None = None,
     cache_gap: float = 16.0,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt, up to and without `stop_token`.
+    """Generates the tokens that follow each prompt, up to `stop_token`, which is not returned.
 
     At temperature 0 each token is the likeliest one. Above 0 each token is drawn from
     softmax(logits / temperature) over the likeliest tokens that together have a probability of at
@@ -119,7 +119,7 @@ def prefill(
     token_mask: Bool[Array, "B T"],
     cache: KVCache | BoundedKVCache,
 ) -> tuple[Float[Array, "B V"], KVCache | BoundedKVCache]:
-    """The logits after the prompts, and the cache, empty before, with the prompts in it."""
+    """Computes the logits after the prompts, and fills the empty cache with the prompts."""
     model = nnx.merge(graphdef, state)
     hidden, cache = model.hidden_states_with_cache(tokens, cache, token_mask=token_mask)
     return model.logits(hidden[:, -1:])[:, 0], cache
@@ -138,7 +138,7 @@ def decode(
     max_new_tokens: int,
     sampled: bool,
 ) -> tuple[Int[Array, "B {max_new_tokens}"], KVCache | BoundedKVCache]:
-    """The new tokens, generated one by one, and the final cache, which reuses the given buffers.
+    """Generates the new tokens one by one; returns them and the cache, which keeps its buffers.
 
     After its stop token a row is filled with stop tokens. The loop ends before `max_new_tokens`
     once all rows have stopped.
@@ -183,8 +183,8 @@ def decode(
 def nucleus(logits: Float[Array, "B V"], top_p: float | Float[Array, ""]) -> Float[Array, "B V"]:
     """Logits with -inf for all but the likeliest tokens with a total probability of `top_p`.
 
-    The likeliest tokens are the fewest whose total is at least `top_p`; tokens that are equally
-    likely as the last of them stay too.
+    The likeliest tokens are the fewest whose total is at least `top_p`; tokens that are exactly
+    as likely as the last of these are kept too.
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)

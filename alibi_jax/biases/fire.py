@@ -1,4 +1,4 @@
-"""FIRE: a learned function of the distance, taken relative to the query's own position."""
+"""FIRE: a learned function of the distance relative to the query's own position."""
 
 from typing import NamedTuple
 
@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 
 from alibi_jax.biases._positions import distances, positions_by_length
 
-# Queries that are computed at a time: the hidden units of all queries together would take F/N
-# times the memory of the bias.
+# The number of queries that are computed at a time: the hidden units of all queries together would
+# take F/N times the memory of the bias.
 _QUERIES_PER_CHUNK = 64
 
 

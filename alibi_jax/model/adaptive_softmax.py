@@ -1,11 +1,11 @@
 """Adaptive input and softmax: the embeddings of rare tokens are narrower.
 
 Grave et al. 2017 (arXiv 1609.04309), Baevski & Auli 2019 (arXiv 1809.10853). Tokens are numbered by
-falling frequency. The tokens between two cutoffs form a band. The vectors of each band are `factor`
-times narrower than those of the band before. One softmax gives the probabilities of the first
-band's tokens and, as further classes, of the other bands. The probability of a token in another
-band is the probability of its band times that of the token within the band. Input and output share
-all tables and projections.
+falling frequency. The tokens between two cutoffs form a band. The vectors of each band are
+`model.adaptive_factor` times narrower than the vectors of the previous band. One softmax gives the
+probabilities of the first band's tokens and, as further classes, of the other bands. The
+probability of a token in another band is the probability of its band times its probability within
+the band. Input and output share all tables and projections.
 
 Axes: B batch, T tokens, D width, V vocabulary, R rows of a table, K width of a band, N targets.
 """
@@ -127,7 +127,7 @@ class AdaptiveVocabulary(nnx.Module):
         With a `training_key` there is dropout on the input of the first softmax, and on the
         narrower inputs of the others.
         """
-        # Each device computes other tokens, with all tables, even if the mesh shards the tables.
+        # Each device computes its own tokens with all tables, even if the mesh shards the tables.
         token_axis = "tokens" if divides_evenly(targets, "batch", "tokens") else "sequence"
         row_axes = ("batch", token_axis)
         inputs = self._band_inputs(hidden, training_key)
@@ -181,8 +181,8 @@ def _band_nll(
 ) -> Float[Array, "N"]:
     """`losses.token_nll` of the targets in a band, 0 for the targets that are -1.
 
-    Only the targets in the band take time: they are collected, and the loop has only as many
-    chunks as they need. JAX cannot differentiate a loop of unknown length, so the gradient is
+    Only the targets in the band take time: they are collected, and the loop runs only over the
+    chunks that they fill. JAX cannot differentiate a loop of unknown length, so the gradient is
     explicit.
     """
     chunk_size, num_chunks, order = _collect_targets(targets, len(table))

@@ -30,7 +30,7 @@ class AttentionInputs(NamedTuple):
 def apply_positions(
     query: Float[Array, "B T N H"], keys: KeyValues, position: PositionMethod, layout: TokenLayout
 ) -> AttentionInputs:
-    """Applies a position method to queries and keys as they were projected."""
+    """Applies a position method to the projected queries and keys."""
     length = query.shape[1]
     query, key = position.rotate(query, keys.key, layout.query_positions, layout.key_positions)
     if keys.gates is None:

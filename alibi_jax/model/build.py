@@ -23,9 +23,10 @@ def make_model(config: configs.Config, vocab_size: int, rngs: nnx.Rngs) -> Trans
 def abstract_model(
     config: configs.Config, vocab_size: int, mesh: jax.sharding.Mesh
 ) -> tuple[Any, dict[str, Any]]:
-    """(graphdef, parameters as ShapeDtypeStructs that are sharded over `mesh`), without memory.
+    """Returns (graphdef, parameters) of a model, without allocating memory.
 
-    Parameters are plain nested dicts; `nnx.merge(graphdef, params)` is the model.
+    The parameters are `ShapeDtypeStruct`s that are sharded over `mesh`, in plain nested dicts.
+    `nnx.merge(graphdef, params)` is the model.
     """
     model = nnx.eval_shape(lambda: make_model(config, vocab_size, nnx.Rngs(0)))
     graphdef, state = nnx.split(model, nnx.Param)

@@ -1,4 +1,4 @@
-"""The caches of keys and values: one holds all tokens so far, one only the recent tokens of a head.
+"""The caches of keys and values: one holds all tokens, the other a head's recent tokens.
 
 Axes: B batch, S slots, T tokens, K key heads, H head size, N query heads.
 """
@@ -25,7 +25,7 @@ class KeyValues(NamedTuple):
     gates: Float[Array, "B S N"] | None
 
     def write(self, new: "KeyValues", offset: int | Int[Array, ""]) -> "KeyValues":
-        """The entries with those of the next tokens written from slot `offset` on."""
+        """The entries, with the entries of the next tokens written from slot `offset` on."""
         return jax.tree.map(
             lambda old, x: jax.lax.dynamic_update_slice_in_dim(
                 old, x.astype(old.dtype), offset, axis=1
@@ -76,7 +76,7 @@ class KVCache(NamedTuple):
 
 
 class BoundedKVCache(NamedTuple):
-    """The keys and values of recent tokens: per head, as many as its slope makes relevant.
+    """The keys and values of the recent tokens that the slope of each head makes relevant.
 
     The cache takes any number of tokens. `num_tokens` is their number so far with padding, and
     `row_lengths` the number of tokens of each row without padding.

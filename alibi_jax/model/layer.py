@@ -79,7 +79,7 @@ class Layer(nnx.Module):
         cache: KeyValues | RollingCache | None,
         training_key: Key[Array, ""] | None,
     ) -> tuple[Float[Array, "B T D"], KeyValues | RollingCache | None]:
-        """The residual stream of the queries after the layer, and the updated cache if given."""
+        """The residual stream of the queries after the layer, and the updated cache, if any."""
         keys = [None, None] if training_key is None else list(jax.random.split(training_key))
         with jax.named_scope("attention"):
             out, cache = self.attention(self.attention_norm(x), position, layout, cache, keys[0])
@@ -98,7 +98,7 @@ class Layer(nnx.Module):
 def make_norm(config: configs.Model, rngs: nnx.Rngs) -> Any:
     """LayerNorm or RMSNorm over the width, in float32.
 
-    So the gradient of its scale, a sum over all tokens and devices, is added up in float32.
+    Therefore the gradient of its scale, a sum over all tokens and devices, is summed in float32.
     """
     kind = nnx.LayerNorm if config.norm == "layernorm" else nnx.RMSNorm
     return kind(config.width, epsilon=config.norm_epsilon, dtype=jnp.float32, rngs=rngs)

@@ -1,7 +1,7 @@
 """The layers of a model in stacks, so that a loop runs many layers and they are compiled once.
 
-The pattern is the list of position methods that layers have in turn. A stack holds the layers that
-have the same index in the pattern.
+The pattern is a list of position methods, which the layers have in turn. A stack holds the layers
+that have the same index in the pattern.
 """
 
 import functools
@@ -25,9 +25,9 @@ AnyModule = TypeVar("AnyModule", bound=nnx.Module)
 # The logical axis along which parameters are stacked, and the key of all stacks in the parameters.
 LAYER_AXIS = "layers"
 
-# The most repetitions of the pattern that run without a loop. A loop writes and reads once more
-# what is kept of each layer, which adds a third to a step's time with two layers on a CPU, and a
-# tenth with eight.
+# The greatest number of repetitions of the pattern that run without a loop. A loop writes and reads
+# the saved arrays of each layer once more. On a CPU this adds a third to the time of a step with
+# two layers, and a tenth with eight.
 _MAX_UNROLLED = 4
 # Layers, each with its position method: the layer's own method, or one that all layers share.
 Layers = list[tuple[Layer, PositionMethod]]
@@ -80,7 +80,7 @@ class LayerStack(nnx.Module):
         training_key: Key[Array, ""] | None,
         last: int | None = None,
     ) -> Float[Array, "B _ D"]:
-        """The residual stream after all layers, of the `last` tokens or of all."""
+        """The residual stream after all layers, of all tokens or of the last `last` tokens."""
         # With `last` the final layer has fewer queries, so that it cannot be in the loop.
         repetitions = (self.num_layers - (last is not None)) // len(self.pattern)
         first = repetitions * len(self.pattern) if repetitions > _MAX_UNROLLED else 0
@@ -188,7 +188,7 @@ def unstack(stack: AnyModule) -> list[AnyModule]:
     """The modules of a stack."""
     graphdef, state = nnx.split(stack)
     leaves, structure = jax.tree.flatten(state)
-    # All slices at once: the gradient is then put together once, not once per module.
+    # All slices are taken at once: the gradient is then assembled once, not once per module.
     leaves_by_module = zip(*(jnp.unstack(leaf) for leaf in leaves))
     return [
         nnx.merge(graphdef, jax.tree.unflatten(structure, module_leaves))

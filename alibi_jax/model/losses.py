@@ -34,7 +34,7 @@ def token_nll(
     num_rows = len(unembedding)
 
     def chunk_nll(hidden: Array, targets: Array) -> Array:
-        # With the cast in here, the table's gradient is added up over chunks in float32.
+        # The cast is inside the chunk, so that the table's gradient is summed in float32.
         table = unembedding.astype(hidden.dtype)
         logits = jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
         if vocab_size not in (None, num_rows):
@@ -51,9 +51,9 @@ def map_token_chunks(
     *,
     logits_per_token: int,
 ) -> Float[Array, "B T"]:
-    """Applies `function` to chunks of tokens, so small that their logits fit into memory.
+    """Applies `function` to chunks of tokens that are small enough for their logits to fit.
 
-    `function` computes each token independently, and holds `logits_per_token` logits of each.
+    `function` computes each token independently, and holds `logits_per_token` logits per token.
     """
     batch, length = targets.shape
     shards = sharding.num_shards("sequence")
@@ -75,14 +75,14 @@ def map_token_chunks(
         return jnp.moveaxis(x.reshape(batch, shards, chunks, size, *x.shape[3:]), 2, 0)
 
     def apply_to_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, Array]:
-        # The chunks of all shards side by side, so that each device has as many rows as before.
+        # The chunks of all shards stand side by side, so that each device keeps its number of rows.
         hidden, targets = (x.reshape(batch, shards * size, *x.shape[3:]) for x in chunk)
         if shards > 1:
             hidden = sharding.constrain(hidden, "batch", "sequence", None)
         nll = jax.checkpoint(function)(hidden, targets)
         return None, nll.reshape(batch, shards, size)
 
-    # The scan is over chunks, so batch and sequence stay sharded as they are.
+    # The scan is over chunks, so that the sharding of batch and sequence does not change.
     scanned = split_into_chunks(hidden), split_into_chunks(targets)
     _, nll = jax.lax.scan(apply_to_chunk, None, scanned)
     nll = jnp.moveaxis(nll, 0, 2).reshape(batch, shards, chunks * size)[:, :, :length]

@@ -12,7 +12,7 @@ def segment_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Segment ids renumbered so that each run of equal ids has its own, int32.
+    """Segment ids renumbered so that each run of equal ids has its own id, int32.
 
     The id 0, which is padding, stays 0.
     """
@@ -21,5 +21,5 @@ def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def _starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """True where a token's id differs from the token's before it."""
+    """True where a token's id differs from the id of the previous token."""
     return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))

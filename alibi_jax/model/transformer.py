@@ -147,10 +147,10 @@ class Transformer(nnx.Module):
         """`hidden_states` of the next tokens of each row, and the cache with these tokens added.
 
         Chunks of any size give the same outputs as one pass over all tokens. `token_mask` is False
-        for padding, which does not count in the positions of a row. Past the end of the cache
-        outputs are NaN. A bounded cache has no end; its `omitted_share` bounds what it omits.
-        A loop over single tokens should pass `layers=model.unstacked_layers()`; otherwise each
-        step slices the layers out of their stacks again.
+        for padding, which does not count in the positions of a row. Outputs past the end of the
+        cache are NaN. A bounded cache has no end; its `omitted_share` bounds what it omits. A loop
+        over single tokens should pass `layers=model.unstacked_layers()`; otherwise each step slices
+        the layers out of their stacks again.
 
         Raises:
             ValueError: if the tokens do not fit into the cache and that is known while tracing.
@@ -164,7 +164,7 @@ class Transformer(nnx.Module):
         )
         hidden = self._normalize(x)
         if isinstance(cache, KVCache):
-            # XLA moves a slice that ends past the last slot back, over the slots before.
+            # XLA moves a slice that ends past the last slot back, over earlier slots.
             hidden = jnp.where(cache.num_tokens <= cache.capacity, hidden, jnp.nan)
         return hidden, cache._replace(layers=layer_caches)
 
