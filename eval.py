@@ -28,7 +28,7 @@ def _define_flag(option: dataclasses.Field[Any]) -> flags.FlagHolder[Any]:
 
 
 _WORKDIR = flags.DEFINE_multi_string(
-    "workdir", None, "Folder of a run to evaluate, or a pattern of such folders"
+    "workdir", None, "Folder of a run to evaluate, or a pattern such as runs/*"
 )
 _OUT = flags.DEFINE_string(
     "out", None, "Folder for the results; default: eval/ in the first workdir."

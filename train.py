@@ -1,7 +1,7 @@
 """Trains a model: `python train.py --config=configs/tiny.py --workdir=runs/tiny`.
 
-The same command again resumes. Any value of the configuration can be given as
-`--config.model.position=rotary`. README.md has the rest.
+The same command again resumes the run. Any value of the configuration can be given, as in
+`--config.model.position=rotary`. README.md explains more.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ _CONFIG = cli.define_config(pathlib.Path(__file__).parent / "configs" / "tiny.py
 _PLAN = flags.DEFINE_string(
     "plan",
     None,
-    "Compile the run for the devices named (v5e:16x16, cpu:8, ...), which need not be here, print "
-    "its memory and time, and train nothing; v5e:16x16,search compares several meshes.",
+    "Compile the run for the named devices (v5e:16x16, cpu:8, ...), which need not be attached, "
+    "print its memory and time, and train nothing; v5e:16x16,search compares several meshes.",
 )
 _PROFILE = flags.DEFINE_string(
     "profile", "", "First and last step to trace into <workdir>/profile: 10:15."
@@ -30,7 +30,7 @@ _WORKDIR = flags.DEFINE_string(
 
 
 def main() -> int:
-    """Flags in, one call out."""
+    """Trains or plans the run that the flags describe."""
     config = _CONFIG.value
     config.check()
     if _PLAN.value and _PROFILE.value:

@@ -1,7 +1,7 @@
 """Train short, test long: ALiBi and the position methods it is compared with.
 
 These names are what other models import. All but `alibi_attention_fn`, which is for Flax's
-attention modules, need JAX, NumPy and jaxtyping only.
+attention modules, need only JAX, NumPy and jaxtyping.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when it is asked for: Flax is not needed for anything else here.
+    # Imported on demand, because nothing else here needs Flax.
     if name == "alibi_attention_fn":
         from alibi_jax.flax_attention import alibi_attention_fn
 

@@ -42,7 +42,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     for flag in (_DEBUG, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _CACHE, _JOIN_TIMEOUT):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     app.run(lambda _: _guarded(main), flags_parser=_parse)
-    raise AssertionError("app.run returns by exiting")
+    raise AssertionError("app.run always exits")
 
 
 def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
@@ -63,8 +63,8 @@ def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
             traceback.print_exc()
         _fail(" ".join(str(error).split()))
     help_text = (
-        "Configuration file: a Python file with get_config(). --config.PART.NAME=VALUE changes "
-        "a value of it; alibi_jax/config/parts.py lists them all."
+        "Configuration file: a Python file with get_config(). --config.SECTION.KEY=VALUE "
+        "changes one of its values; alibi_jax/config/parts.py lists all keys."
     )
     holder = config_flags.DEFINE_config_file("config", str(default), help_text)
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])
@@ -74,8 +74,8 @@ def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
 def start_devices(batch_size: int = 0, sizes: Sequence[int] = (-1,)) -> None:
     """Makes each CPU core a device and joins the other processes of the run.
 
-    Must be called before any device is used. `batch_size` rows have to split evenly over a mesh
-    of these `sizes`.
+    Call it before any device is used. On a CPU, the number of devices divides `batch_size` and
+    fits a mesh of these `sizes`.
     """
     sharding.use_cpu_cores(batch_size, sizes, _NUM_PROCESSES.value or 1)
     processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
@@ -133,7 +133,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _value_remedy(message: str) -> str:
-    """The flag library's message; for a value of the configuration, with the type that it needs."""
+    """The flag library's message, or for a value of the configuration the type to give."""
     value = re.match(r"flag --config\.(\w+)\.(\w+)=(.*?): ", message, re.DOTALL)
     if value is None:
         return " ".join(message.split())

@@ -6,12 +6,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Seconds between two plain lines, where nobody asks for one sooner.
+# Seconds between two plain lines while nothing calls `note`.
 _LINE_EVERY = 30.0
 
 
 def on_terminal() -> bool:
-    """Whether standard error is a terminal, on which a line can be drawn anew."""
+    """Whether standard error is a terminal, on which a line can be redrawn."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
@@ -20,7 +20,7 @@ class Progress:
 
     On a terminal it is a bar that redraws itself. Elsewhere (a pod's log, SLURM, CI) it prints
     whole lines: one for each note, one every half minute without a note, and one at the end.
-    Nothing is printed where `shown` is false, as in all processes but one.
+    It prints nothing if `shown` is false, as in all processes but one.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Progress:
             self._print_line("")
 
     def update(self, count: int = 1) -> None:
-        """`count` more units are done."""
+        """Counts `count` more finished units."""
         self._count += count
         self._bar.update(count)
         if self._prints_lines and time.monotonic() - self._last_line > _LINE_EVERY:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from alibi_jax.model.layer_stack import LAYER_AXIS
 
-# Raised when older code can no longer read a new checkpoint.
+# Increased when older code can no longer read a new checkpoint.
 FORMAT = 3
 
 

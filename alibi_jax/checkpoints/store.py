@@ -42,13 +42,15 @@ class Checkpoints:
     """
 
     def __init__(self, workdir: pathlib.Path, config: Checkpoint | None = None):
-        """Opens a run's checkpoints: for saving with the section `checkpoint`, else for reading.
+        """Opens a run's checkpoints: for saving if `config` is given, else for reading.
 
         Opening for reading creates no folder, and raises CheckpointError if there is none.
         """
         self.path = workdir.absolute() / "checkpoints"
         if config is None and not self.path.is_dir():
-            raise CheckpointError(f"{workdir}: no checkpoints here; train.py --workdir={workdir}")
+            raise CheckpointError(
+                f"{workdir}: no checkpoints here; run train.py --workdir={workdir}"
+            )
         preservation = ocp.training.preservation_policies
         policies: list[Any] = [
             preservation.LatestN(config.keep) if config else preservation.PreserveAll()
@@ -57,7 +59,7 @@ class Checkpoints:
             policies.append(preservation.EveryNSteps(config.keep_every))
         self._checkpointer = ocp.training.Checkpointer(
             self.path,
-            # The training loop decides when to save: every call to `save` does.
+            # The training loop decides when to save, so every call to `save` saves.
             save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=preservation.AnyPreservationPolicy(policies),
         )
@@ -124,7 +126,7 @@ class Checkpoints:
         """Reads items (`params`, `optimizer`) of a step, with the shardings of the abstract trees.
 
         Raises:
-            CheckpointError: if the saved names or shapes differ; the message names the first.
+            CheckpointError: if saved names or shapes differ; the message names the first that does.
         """
         saved = self._checkpointer.checkpointables_metadata(step).metadata
         for item in abstract:

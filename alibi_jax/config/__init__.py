@@ -1,4 +1,4 @@
-"""The typed configuration: one dataclass a part, and every check that needs no device."""
+"""The typed configuration: one dataclass for each section, and every check that needs no device."""
 
 from alibi_jax.config.choices import (
     ACTIVATIONS,

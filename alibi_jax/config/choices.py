@@ -1,7 +1,7 @@
-"""What can be chosen by name, with what the rest of the code must know of each choice.
+"""The choices by name, and what the rest of the code must know about each of them.
 
-One record a choice: the checks of the configuration, the model, the optimizer, the FLOPs and the
-plans all read it here, so that a new choice is added in one place.
+Each choice has one record. The checks of the configuration, the model, the optimizer, the FLOPs and
+the plans read the records here, so a new choice is added in one place.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from jaxtyping import Array
 
 @dataclasses.dataclass(frozen=True)
 class PositionChoice:
-    """What the configuration must know of a position method; `positions.METHODS` makes it."""
+    """What the configuration must know about a position method, which `positions.METHODS` makes."""
 
     # The method adds to the token embeddings, before all layers, and does nothing in a layer.
     embeds: bool = False
     # The method works on pairs of features of a head, or of the whole width.
     pairs_in_head: bool = False
     pairs_in_width: bool = False
-    # The rescalings for inputs longer than the training length that the method has.
+    # The method's rescalings for inputs longer than the training length.
     rescalings: tuple[str, ...] = ()
 
 
@@ -58,7 +58,7 @@ class ActivationChoice:
     """The activation of a feed-forward layer."""
 
     function: Callable[[Array], Array]
-    # A gated unit multiplies the activation with a second projection of the input.
+    # A gated unit multiplies the activation by a second projection of the input.
     gated: bool = False
 
 
@@ -70,7 +70,7 @@ ACTIVATIONS = {
     "geglu": ActivationChoice(jax.nn.gelu, gated=True),
 }
 
-# The name that the outputs of projections have where `jax.checkpoint` decides what to keep.
+# The name of the outputs of projections, by which `jax.checkpoint` decides what to keep.
 PROJECTION = "projection"
 
 
@@ -97,7 +97,8 @@ class OptimizerChoice:
 
     # Makes the direction from the section `optimizer` of the configuration.
     direction: Callable[[Any], optax.GradientTransformation]
-    # Each layer's update has a root mean square of at most 1 (Shazeer & Stern 2018, section 6).
+    # Whether each layer's update of a parameter is scaled to a root mean square of at most 1
+    # (Shazeer & Stern 2018, section 6).
     clips_updates: bool = False
 
 

@@ -1,7 +1,7 @@
-"""The typed configuration: one dataclass a part, and every check that needs no device.
+"""The typed configuration: one dataclass for each section, and every check that needs no device.
 
 A configuration file is a Python file with `get_config() -> Config`. A value comes from such a
-file, from `--config.a.b=VALUE` or from a checkpoint. In each case it passes through
+file, from `--config.SECTION.KEY=VALUE` or from a checkpoint. In each case it passes through
 `Section.__setattr__`, which refuses an unknown name or a value of the wrong type.
 """
 
@@ -17,7 +17,7 @@ from alibi_jax.config.section import ConfigError, Section, check_value, fields_o
 
 @dataclasses.dataclass
 class Config(Section):
-    """A whole run."""
+    """The whole configuration of a run."""
 
     data: Data = dataclasses.field(default_factory=Data)
     model: Model = dataclasses.field(default_factory=Model)
@@ -65,7 +65,7 @@ class Config(Section):
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Every value under its dotted key, the name that it has on a command line."""
+    """Every value by its dotted key, as on a command line: `model.width`."""
     return {
         f"{part}.{name}": value
         for part, section in dataclasses.asdict(config).items()
@@ -82,7 +82,7 @@ def from_dict(values: dict[str, Any]) -> Config:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh of a text such as "fsdp=4,context=2". Raises ConfigError that names the fault."""
+    """Parses "fsdp=4,context=2" to a mesh. Raises ConfigError, which names the wrong part."""
     mesh = Mesh()
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")

@@ -1,4 +1,4 @@
-"""The parts of the configuration: each key with its type, its default and its valid values."""
+"""The sections of the configuration: each key with type, default and valid values."""
 
 import dataclasses
 import itertools
@@ -58,7 +58,7 @@ class Model(Section):
     rotary_fraction: float = number(0.75, above=0, most=1)
     # "shape": the greatest random shift of a training sequence.
     max_shift: int = number(500, least=0, most=_LARGEST_POSITION)
-    # "randomized": the number of positions from which a training sequence draws its own.
+    # "randomized": the number of positions from which those of a training sequence are drawn.
     randomized_range: int = number(2048, least=1, most=_LARGEST_POSITION)
     num_layers: int = number(3, least=1)
     width: int = number(128, least=1)
@@ -75,11 +75,11 @@ class Model(Section):
     # Whether projections add a learned vector to their outputs.
     use_bias: bool = False
     # How projections are drawn. "scaled": from a normal distribution of standard deviation
-    # 1/sqrt(inputs), smaller with depth for those that add to the residual stream; "fairseq":
-    # from the uniform distributions of fairseq's transformer.
+    # 1/sqrt(inputs), divided by sqrt(2 num_layers) for projections that add to the residual
+    # stream; "fairseq": from the uniform distributions of fairseq's transformer.
     initialization: str = choice("scaled", INITIALIZATIONS)
     tied_embeddings: bool = True
-    # Adaptive input and softmax: the first tokens of the bands of rarer tokens, "20000,60000".
+    # Adaptive input and softmax: the first token of each band of rarer tokens, "20000,60000".
     # The vectors of each band are `adaptive_factor` times narrower than those of the band
     # before. Empty: one table for all tokens.
     adaptive_cutoffs: str = ""
@@ -131,7 +131,7 @@ class Optimizer(Section):
     # The learning rate at the last step, as a share of `learning_rate`.
     final_fraction: float = number(0.1, least=0, most=1)
     weight_decay: float = number(0.1, least=0)
-    # `beta1` and `beta2` are of AdamW's moments, `momentum` is of Nesterov SGD.
+    # `beta1` and `beta2` are the decay rates of AdamW's moments, `momentum` that of Nesterov SGD.
     beta1: float = number(0.9, least=0, below=1)
     beta2: float = number(0.95, least=0, below=1)
     momentum: float = number(0.99, least=0, below=1)
@@ -146,12 +146,12 @@ class Train(Section):
     steps: int = number(600, least=1)
     length: int = number(128, least=1)
     batch_size: int = number(32, least=1)
-    # Micro-batches a step, whose gradients are summed.
+    # Micro-batches per step; their gradients are summed.
     accumulation: int = number(1, least=1)
     seed: int = number(0, least=0)
     log_every: int = number(10, least=1)
-    # Steps between two losses on the validation split (0: none), and the number of its targets
-    # that are scored (0: all).
+    # Steps between two losses on the validation split (0: none), and the number of targets of
+    # that split that are scored (0: all).
     validation_every: int = number(200, least=0)
     validation_targets: int = number(131072, least=0)
 
@@ -161,9 +161,9 @@ class Checkpoint(Section):
     """When checkpoints are saved, and which are kept."""
 
     every: int = number(200, least=1)
-    # The number of latest checkpoints to keep, and besides them each checkpoint whose step is a
-    # multiple of `keep_every` (0: none).
+    # The number of latest checkpoints to keep.
     keep: int = number(2, least=1)
+    # Checkpoints whose step is a multiple of this number are kept too (0: none).
     keep_every: int = number(0, least=0)
 
 

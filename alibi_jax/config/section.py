@@ -1,4 +1,4 @@
-"""A part of the configuration: keys known by name, type and valid values."""
+"""The base class of a section of the configuration: keys with types and valid values."""
 
 import dataclasses
 import difflib
@@ -76,7 +76,7 @@ def _matches(value: Any, annotation: Any) -> bool:
 
 
 class Section:
-    """A part of the configuration whose fields are known by name and type."""
+    """A section of the configuration, which refuses unknown names and values of a wrong type."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Section":
         """Refuses unknown names; the dataclass's own message would not name the nearest."""
@@ -93,7 +93,7 @@ class Section:
                 f"{type(self).__name__.lower()}.{name}={value!r} is a "
                 f"{type(value).__name__}: give a value of type {wanted}"
             )
-        # A whole number given for a float is kept as one, so that it is written as one too.
+        # A whole number given for a float is stored as a float, so that it is written as a float.
         super().__setattr__(name, float(value) if annotation is float else value)
 
     @classmethod

@@ -18,7 +18,7 @@ def atomic_directory(final: Path) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = _hidden_sibling(final)
-    # tempfile's directories would be closed to the other users of a shared `data_dir`.
+    # Not tempfile, whose directories other users of a shared `data_dir` could not read.
     staging.mkdir()
     try:
         yield staging
@@ -33,7 +33,7 @@ def atomic_directory(final: Path) -> Iterator[Path]:
 
 
 def discard(directory: Path) -> None:
-    """Removes a directory. It is never seen half deleted under its name."""
+    """Renames a directory, then deletes it: under its name it is never half deleted."""
     doomed = _hidden_sibling(directory)
     # Another process may have removed it first.
     with contextlib.suppress(FileNotFoundError):

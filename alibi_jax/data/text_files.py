@@ -11,7 +11,7 @@ SPLITS = ("train", "validation", "test")
 _WIKITEXT = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
 # With fewer documents, assigning whole documents would leave a split empty.
 _MIN_WHOLE_DOCUMENTS = 20
-# A document is stored as one serialized protocol buffer, which ends at 2 GiB.
+# A document is stored as one serialized protocol buffer, whose limit is 2 GiB.
 _MAX_DOCUMENT_BYTES = 2**31 - 2**16
 
 
@@ -66,14 +66,14 @@ def split_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
     """The documents of each split as (name, text), read during iteration.
 
     If `root` has the folders `train/` and `validation/` (`test/` may be missing), they are the
-    splits. Otherwise each of 20 or more documents goes to one split as a whole, and each of fewer
-    documents is cut in three. Raises DataError, also during iteration, for a file that is not UTF-8
-    text and for a split that holds nothing.
+    splits. Otherwise, if there are 20 or more documents, each goes to one split as a whole; if
+    there are fewer, each is cut in three. Raises DataError, also during iteration, for a file that
+    is not UTF-8 text and for a split that holds nothing.
     """
     folders = {split: root / split for split in SPLITS if (root / split).is_dir()}
     if "train" in folders:
         if "validation" not in folders:
-            # As ordinary folders, they would mix the test text into the training text.
+            # If train/ and test/ were read as ordinary folders, test text would be trained on.
             raise DataError(
                 f"data.path={str(root)!r} has train/ but no validation/: add validation/ (it may "
                 "be there under another name), or rename train/"

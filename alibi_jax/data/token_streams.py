@@ -14,7 +14,7 @@ from alibi_jax.data.errors import DataError
 from alibi_jax.data.tokenizer_base import Tokenizer
 from alibi_jax.progress import Progress
 
-# Raised when the layout of a stream changes, so that streams of another layout are left alone.
+# Increased when the layout of a stream changes, so that streams of other layouts are not used.
 _FORMAT = 2
 
 

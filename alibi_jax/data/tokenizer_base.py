@@ -16,7 +16,7 @@ class Tokenizer(abc.ABC):
 
     kind: str
     vocab_size: int
-    # The token before each document. Documents may contain it too, as they do where it also ends
+    # The token before each document. Documents may contain it too, for example if it also ends
     # lines: only `document_starts` says where documents start.
     separator: int = 0
     # The bytes of each token; empty for a separator that no document contains.
@@ -58,10 +58,10 @@ class Tokenizer(abc.ABC):
     def _word_tables(
         self,
     ) -> tuple[Bool[np.ndarray, "V"], Bool[np.ndarray, "V"], Int32[np.ndarray, "V"]]:
-        """Three facts about each token of the vocabulary.
+        """Three tables over the vocabulary, from which `words` counts.
 
-        Whether its first byte is in a word; whether it ends outside any word; the number of words
-        that begin after its first byte.
+        They give, for each token, whether its first byte is in a word, whether it ends outside any
+        word, and the number of words that begin after its first byte.
         """
         begins_in_word = np.array([string[:1].strip() != b"" for string in self.byte_strings])
         ends_outside = np.array([string[-1:].strip() == b"" for string in self.byte_strings])

@@ -16,7 +16,7 @@ from alibi_jax.data.tokenizer_base import Tokenizer
 from alibi_jax.data.word_tokenizer import WordTokenizer
 from alibi_jax.progress import Progress, on_terminal
 
-# Bytes of text per call of the BPE library, which needs some 100 bytes of memory for each token.
+# Bytes of text per call of the BPE library, which needs about 100 bytes of memory for each token.
 _CHUNK_BYTES = 2**20
 
 
@@ -132,7 +132,7 @@ def make_tokenizer(config: Data) -> Tokenizer:
                 BpeTokenizer.train(shown, config.vocab_size) if bpe else WordTokenizer.train(shown)
             )
             (staging / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
-    # Read back even after training here: all processes use the first tokenizer that was stored.
+    # Read back even if it was trained here: all processes use the first tokenizer that was stored.
     return from_dict(json.loads((folder / "tokenizer.json").read_text()))
 
 

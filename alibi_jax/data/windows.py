@@ -20,7 +20,7 @@ class TrainingBatches:
     """Batches as a function of the step, so that a checkpoint needs no state of an iterator.
 
     The floor((N - 1) / length) windows follow one another without overlap, and each epoch has its
-    own order. The run's example number step * batch_size + row is the same for any number of
+    own order. Example number step * batch_size + row of the run is the same for any number of
     processes. Raises DataError if the stream has no whole window.
     """
 
@@ -48,8 +48,8 @@ class TrainingBatches:
         examples = step * self._batch_size + (all_rows if rows is None else all_rows[rows])
         windows = np.array([self._windows[int(example)] for example in examples], np.int64)
         span = np.arange(self._length + 1)
-        block = self._tokens[windows[:, None] * self._length + span].astype(np.int32)
-        return {"inputs": block[:, :-1], "targets": block[:, 1:]}
+        tokens = self._tokens[windows[:, None] * self._length + span].astype(np.int32)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
     def iterate(
         self,
@@ -74,9 +74,9 @@ class EvaluationWindows:
     """
 
     length: int
-    # Of each window: the stream index of its first input; its number of inputs (below `length` at
-    # the end of a text); the index in the window of its first scored target, which is 0 or one
-    # value that all other windows share.
+    # For each window: the stream index of its first input, its number of inputs (below `length` at
+    # the end of a text), and the index in the window of its first scored target. That index is 0 or
+    # one value that all other windows share.
     starts: Int64[np.ndarray, "W"]
     sizes: Int64[np.ndarray, "W"]
     first_scored: Int64[np.ndarray, "W"]
@@ -109,18 +109,18 @@ class EvaluationWindows:
 
     @property
     def min_context(self) -> int:
-        """The smallest context of a target, without the windows that score all their targets.
+        """The smallest context of a target in windows that do not score all their targets.
 
-        1 if there is no other window.
+        It is 1 if there are no such windows.
         """
         partial = self.first_scored[self.first_scored > 0]
         return int(partial.min()) + 1 if len(partial) else 1
 
     def groups(self) -> dict[int, Int64[np.ndarray, "G"]]:
-        """The indices of the windows of each value of `first_scored`, by that value.
+        """The indices of the windows with each value of `first_scored`, by that value.
 
-        Windows that score all their targets (0) are a group, and windows that score only their
-        last ones are another.
+        Windows that score all their targets (0) form one group, and windows that score only their
+        last targets form another.
         """
         values = np.unique(self.first_scored).tolist()
         return {value: np.flatnonzero(self.first_scored == value) for value in values}

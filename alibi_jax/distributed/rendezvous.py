@@ -32,8 +32,8 @@ def rendezvous(address: str, num_processes: int, process_id: int, timeout: float
     """Connects process 0, which listens at `address` (host:port), with all other processes.
 
     Returns once all processes have reported. Raises LaunchError in every process if some have not
-    reported after `timeout` seconds, if two have the same number, or if they were started with
-    different numbers of processes.
+    reported after `timeout` seconds, if two processes have the same number, or if they were started
+    with different numbers of processes.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
@@ -66,7 +66,7 @@ def _gather_reports(
 ) -> tuple[str, Connections]:
     """Process 0: waits for the reports of all other processes and tells them the result.
 
-    Returns (problem, connections to the processes that reported); without a problem it is "".
+    Returns (problem, connections to the processes that reported). `problem` is "" if there is none.
     """
     try:
         dual = socket.has_dualstack_ipv6()
@@ -111,7 +111,7 @@ def _gather_reports(
                     f"{num_processes}: give the same --num_processes to all"
                 )
             elif number in connections and _is_closed(connections[number]):
-                # The process has ended since its report and was started again.
+                # The process ended after its report and was started again.
                 connections.pop(number).close()
                 connections[number] = connection
                 continue
@@ -134,8 +134,8 @@ def _send_report(
 ) -> tuple[str, Connections]:
     """Other processes: reports to process 0 and waits for its answer.
 
-    Returns (problem according to process 0 or "", connection to process 0). There is no connection
-    if process 0 was not reached.
+    Returns (problem according to process 0 or "", connection to process 0). The connection is
+    missing if process 0 was not reached.
     """
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):

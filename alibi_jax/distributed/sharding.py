@@ -37,7 +37,7 @@ LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
 
 
 def use_cpu_cores(batch_size: int, sizes: Sequence[int] = (-1,), processes: int = 1) -> None:
-    """On a CPU, makes each core one device, as many as divide the batch and fit the mesh.
+    """On a CPU, makes cores into devices: as many as divide the batch and fit the mesh.
 
     The devices of all `processes` must divide `batch_size` and be a multiple of the fixed sizes of
     the mesh. `sizes` are the sizes of the mesh's axes; -1 stands for the remaining devices. A mesh
@@ -91,14 +91,14 @@ def make_mesh(
         )
     over_slices = {axis: slices if axis == _SLICE_AXIS else 1 for axis in sizes}
     in_a_slice = [size // over_slices[axis] for axis, size in sizes.items()]
-    grid = (
+    device_array = (
         mesh_utils.create_device_mesh(in_a_slice, devices, allow_split_physical_axes=True)
         if slices == 1
         else mesh_utils.create_hybrid_device_mesh(
             in_a_slice, list(over_slices.values()), devices, allow_split_physical_axes=True
         )
     )
-    return jax.sharding.Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return jax.sharding.Mesh(device_array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def axis_size(mesh: jax.sharding.Mesh, logical: str) -> int:

@@ -1,7 +1,7 @@
-"""Detects that another process of the run has ended, and ends this one too.
+"""Detects that another process of the run has ended, and ends this process too.
 
-A process that waits in a collective for a dead process would wait on. JAX notices after 100 seconds
-and ends it with a stack trace. The watchdog notices at once, through the connections that the
+Without the watchdog, a process that waits in a collective for a dead process waits for 100 seconds,
+until JAX ends it with a stack trace. The watchdog notices at once, through the connections that the
 rendezvous has left open.
 """
 
@@ -61,7 +61,7 @@ class Watchdog:
             self._send_to_all({"failed": self._process_id})
         if self._process_id == 0:
             self._all_disconnected.wait(2 * _GRACE)
-        # Not sys.exit, in which JAX would wait for all other processes.
+        # Not sys.exit, because JAX would then wait for all other processes.
         os._exit(code)
 
     def _peer_failure_message(self) -> str:

@@ -21,10 +21,11 @@ def attention_report(
 ) -> dict[str, Any]:
     """Means over at most `num_windows` windows of `length` tokens, as JSON values.
 
-    The windows are spread evenly over the stream and do not overlap; a short stream has fewer. The
-    resolution of a head (Sun et al. 2022, arXiv 2212.10554, equations 3 and 11) is computed from
-    the scores averaged over all windows. The resolution of a layer is the mean over its heads, and
-    that of the model is the mean over its layers. Entropies are in nats, distances in tokens.
+    The windows are spread evenly over the stream and do not overlap; a short stream has fewer
+    windows. The resolution of a head (Sun et al. 2022, arXiv 2212.10554, equations 3 and 11) is
+    computed from the scores averaged over all windows. The resolution of a layer is the mean over
+    its heads, and that of the model is the mean over its layers. Entropies are in nats, distances
+    in tokens.
 
     Raises:
         ValueError: where the stream is shorter than one window, or a statistic is not finite.
@@ -98,7 +99,7 @@ def _mean_statistics(
         for first in range(0, len(starts), batch_size):
             batch_starts = starts[first : first + batch_size]
             num_real = len(batch_starts)
-            # The last window pads the batch; the sums leave the padding out.
+            # Copies of the last window pad the batch; the sums omit them.
             padded = np.pad(batch_starts, (0, batch_size - num_real), mode="edge")[rows]
             local = tokens[padded[:, None] + np.arange(length)].astype(np.int32)
             batch = program(params, sharding.make_global_array(placement, local, batch_size))

@@ -41,7 +41,7 @@ class Clusters:
         return np.bincount(self.ids, values, self._num_groups)
 
     def resampled_means(self, values: Float[np.ndarray, "M"]) -> Float64[np.ndarray, "R"]:
-        """The means of `values` in R resamples: C groups drawn with replacement from the C."""
+        """The means of `values` in R resamples, each of C groups drawn with replacement."""
         count = self._num_groups
         draws = np.random.default_rng(self.seed).multinomial(
             count, np.full(count, 1 / count), _RESAMPLES
@@ -64,7 +64,7 @@ class Clusters:
 def make_clusters(
     targets: Integer[np.ndarray, "M"], document_starts: Integer[np.ndarray, "D"], seed: int
 ) -> Clusters:
-    """Groups targets by document; from fewer than ten documents, by stretch of the text.
+    """Groups targets by document, or by stretch of the text with fewer than ten documents.
 
     Stretches have equal numbers of targets. With more than a thousand documents, neighbouring
     documents form a group. `targets` are indices in the stream, in order.

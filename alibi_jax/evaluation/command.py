@@ -58,7 +58,7 @@ def evaluate(
         batch_numbers = itertools.count()
 
         def should_stop() -> bool:
-            # All processes ask with the same number for the same batch, so that all stop there.
+            # All processes use the same number for the same batch, so that all stop after it.
             return stop.at(next(batch_numbers))
 
         def evaluation_of(run: Run, rescaling: Rescaling) -> RunEvaluation:
@@ -144,8 +144,8 @@ def _rescaled_runs(
             )
     for folder in runs.keys() - {folder for folder, _ in pairs}:
         raise ValueError(
-            f"--rescalings={options.rescalings}: none of them is for {folder}: leave the run out, "
-            "or add none"
+            f"--rescalings={options.rescalings}: no rescaling of the list is for {folder}: leave "
+            "the run out, or add the rescaling none"
         )
     return pairs
 

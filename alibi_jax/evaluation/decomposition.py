@@ -30,7 +30,7 @@ def decompose(
     `nonoverlapping` and `fixed` hold, by length, the losses of the same targets; a length that one
     of them lacks is left out. `contexts` holds each target's context in non-overlapping windows.
     Each number comes with its interval. All intervals use the same resamples, so that what the
-    targets have in common is no noise.
+    targets have in common does not count as noise.
     """
     lengths = sorted(nonoverlapping.keys() & fixed.keys())
     base_losses = _losses(nonoverlapping[base], fixed[base])

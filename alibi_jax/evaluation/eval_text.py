@@ -63,7 +63,7 @@ class EvaluationText:
         }
 
     def sample(self, lengths: Sequence[int], count: int, seed: int) -> Sample:
-        """Samples `count` targets with context for every length that enough targets support."""
+        """Samples `count` targets that have context for every length that enough targets allow."""
         minimum = min(count, _MIN_SAMPLED)
         supported = [n for n in lengths if num_eligible(self.bounds, n).sum() >= minimum]
         if not supported:

@@ -56,7 +56,8 @@ class Rescaling:
         if config.model.rescaling != "none":
             raise ConfigError(
                 f"rescaling={self}: the model was trained with model.rescaling="
-                f"{config.model.rescaling!r} already and keeps those positions; give none"
+                f"{config.model.rescaling!r} already and keeps those positions; give "
+                "--rescalings=none"
             )
         model = dataclasses.replace(
             config.model,

@@ -76,7 +76,7 @@ class RunEvaluation:
         run, options, length = self.run, self.options, windows.length
         if length not in self._scorers:
             self._scorers[length] = Scorer(self.graphdef(length), run.mesh, options.batch_tokens)
-        # Everything but the package's code that determines the losses.
+        # Everything that determines the losses, except the code of the package.
         identity = {
             "workdir": str(run.workdir.resolve()),
             "step": run.metadata.step,

@@ -36,7 +36,7 @@ def evaluate_run(
     rows: list[dict[str, Any]] = []
     curves: dict[str, Any] = {}
     sample = evaluation.sample.targets
-    # By length, of the sampled targets: losses and contexts in non-overlapping windows, and losses
+    # For the sampled targets, by length: losses and contexts in non-overlapping windows, and losses
     # with fixed context.
     nonoverlapping: dict[int, np.ndarray] = {}
     contexts: dict[int, np.ndarray] = {}

@@ -27,7 +27,7 @@ class Run:
     graphdef: Any
     params: Any
     mesh: jax.sharding.Mesh
-    # When the checkpoint was written, in ns: it tells a replaced checkpoint from this one.
+    # When the checkpoint was written, in ns. It distinguishes the checkpoint from a replacement.
     saved_ns: int
 
 

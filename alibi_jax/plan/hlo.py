@@ -37,7 +37,7 @@ class Collective:
 def collectives(text: str) -> list[Collective]:
     """The collectives of an optimised program; those in a loop count once per iteration.
 
-    A loop whose number of iterations is unknown counts once. Of a conditional only the last branch
+    A loop whose number of iterations is unknown counts once. Only the last branch of a conditional
     counts, which in `jax.lax.cond` is the branch for a true predicate.
     """
     computations = _computations(text)
@@ -141,7 +141,8 @@ def _dims(dims: str) -> list[int]:
 def _result_bytes(shape: str, instruction: str) -> int:
     """Bytes of an instruction's result.
 
-    The result of an asynchronous start is a tuple of its operand and its output: the larger counts.
+    The result of an asynchronous start is a tuple of its operand and its output: the larger one
+    counts.
     """
     sizes = [
         _BYTES.get(dtype, 4) * math.prod(_dims(dims))

@@ -17,11 +17,10 @@ from alibi_jax.plan.targets import Target, open_target
 
 
 def plan(config: Config, request: str) -> int:
-    """Prints the plan of a run on the devices "v5e:16x16", or for "v5e:16x16,search" a ranking of
-    meshes.
+    """Prints the plan of a run, or with ",search" a ranking of meshes.
 
-    Returns the exit code, 0 if the run fits and 1 if not. Raises ConfigError if the request or the
-    configuration is invalid.
+    `request` names the devices, as "v5e:16x16" or "v5e:16x16,search". Returns the exit code, 0 if
+    the run fits and 1 if not. Raises ConfigError if the request or the configuration is invalid.
     """
     devices, _, option = request.partition(",")
     if option not in ("", "search"):
@@ -66,8 +65,8 @@ def planned_vocab_size(config: Config) -> int:
 def memory_saving_changes(config: Config, program: Program) -> Iterator[tuple[str, Config]]:
     """Yields (flags, changed configuration) for changes that save memory, the cheapest first.
 
-    All changes rematerialise whole layers. They then use more micro-batches, and then shard
-    parameters over all devices that hold rows.
+    All changes rematerialise whole layers. Later changes also use more micro-batches, shard
+    parameters over all devices that hold rows, or do both.
     """
     data, fsdp = program.mesh.data, program.mesh.fsdp
     remat = {} if config.model.remat == "full" else {"model.remat": "full"}

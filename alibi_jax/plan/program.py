@@ -23,10 +23,10 @@ class Program:
     """A compiled training step: the memory of one device and the collectives.
 
     `activation_bytes` is what the backward pass needs of the forward pass. `temporary_bytes` are
-    all arrays of the training step that are neither arguments nor results, and `evaluation_bytes`
-    those of the evaluation step. If the compiler refuses the program for lack of memory, `refusal`
-    is its message, `temporary_bytes` is the number in that message, and `evaluation_bytes` and
-    `exchanges` are empty.
+    the bytes of all arrays of the training step that are neither arguments nor results, and
+    `evaluation_bytes` are those of the evaluation step. `exchanges` are the collectives. If the
+    compiler refuses the program for lack of memory, `refusal` is its message, `temporary_bytes` is
+    the number in that message, `evaluation_bytes` is 0 and `exchanges` is empty.
     """
 
     mesh: Mesh
@@ -111,7 +111,7 @@ def compile_step(
 def estimate_time(
     config: Config, vocab_size: int, target: Target, program: Program
 ) -> Roofline | None:
-    """The time of a step. None if the device's peaks are unknown or the compiler refused it."""
+    """The time of a step; None if the device's peaks are unknown or the program was refused."""
     if target.device is None or program.refusal:
         return None
     mesh = make_mesh(program.mesh, devices=target.devices)
@@ -148,7 +148,7 @@ def activation_bytes(trainer: Trainer, batch: jax.ShapeDtypeStruct) -> int:
 
 
 def _requested_bytes(refusal: str) -> int:
-    """The bytes that the compiler's message says the program needs; 0 if it says none.
+    """The bytes that the program needs according to the compiler's message; 0 if it gives none.
 
     A message is "total memory required for HLO temporaries (29.24G) exceeds available HBM" or
     "Used 29.24G of 15.75G hbm".

@@ -41,7 +41,7 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The devices of a plan, as `text` names them; `device` is None if their peaks are unknown."""
+    """The devices of a plan, which `text` names; `device` is None if their peaks are unknown."""
 
     text: str
     devices: Sequence[jax.Device]
@@ -49,11 +49,11 @@ class Target:
 
 
 def open_target(text: str) -> Target:
-    """The devices of a TPU slice "v5e:16x16" (or v4, v5p, v6e), of two slices "2*v5e:16x16", or
-    of a CPU "cpu:8".
+    """The devices that `text` names.
 
-    Call it before anything asks JAX for its devices. Raises ConfigError for invalid text, and if
-    the TPU compiler is not installed.
+    These are the devices of a TPU slice, as "v5e:16x16" (or v4, v5p, v6e), of two slices, as
+    "2*v5e:16x16", or of a CPU, as "cpu:8". Call it before anything asks JAX for its devices. Raises
+    ConfigError for invalid text, and if the TPU compiler is not installed.
     """
     count, star, slice_text = text.rpartition("*")
     kind, _, shape = slice_text.partition(":")

@@ -58,7 +58,7 @@ def nonoverlapping_rows(run: Entry) -> list[Entry]:
 
 
 def size_with_interval(estimate: Entry, unit: str = "nats") -> str:
-    """The size of a gain or loss, without sign, and its interval, negated where the size is."""
+    """The size of a gain or loss, without sign, and its interval, negated for a loss."""
     size = f"{format_nats(abs(estimate['nats']))} {unit}"
     if size.startswith("0.0000 "):
         size = f"less than 0.0001 {unit}"

@@ -1,4 +1,4 @@
-"""What the report says of each evaluation protocol, those it does not know included."""
+"""What the report says about each evaluation protocol, known or unknown."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Names of runs, which runs compare, and the parts of a run's results that have numbers."""
+"""Names of runs, which runs are comparable, and the parts of a run's results that have numbers."""
 
 import math
 import pathlib
@@ -50,8 +50,8 @@ def _text_and_tokenizer(run: Entry) -> tuple[Any, ...]:
 def lowest_perplexities(runs: Sequence[Entry]) -> list[dict[tuple[str, int], float]]:
     """The lowest perplexity among comparable runs, by protocol and length, for each run.
 
-    Perplexities per token compare only on the same tokens. The dictionary of a run that no other
-    run compares with is empty.
+    Perplexities per token are comparable only on the same tokens. The dictionary of a run without
+    another comparable run is empty.
     """
     lowest_per_run = []
     for group in (comparable_runs(runs, run) for run in runs):

@@ -9,9 +9,9 @@ from alibi_jax.report.sentences import run_sentences
 
 
 def summary(results: dict[str, Any]) -> str:
-    """Runs, lengths and text, and the run with the lowest perplexity at the ends of the lengths.
+    """Runs, lengths, text, and which run is best at the shortest and at the longest length.
 
-    The summary of a single run has all sentences about it.
+    The best run has the lowest perplexity. The summary of a single run has all sentences about it.
     """
     runs = results["runs"]
     lengths = sorted({row["length"] for run in runs for row in run["rows"] if "error" not in row})

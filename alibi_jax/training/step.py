@@ -142,7 +142,7 @@ class Trainer:
     def _train_step(
         self, state: TrainState, batch: Batch, step: Int[Array, ""]
     ) -> tuple[TrainState, StepMetrics]:
-        # A stream of its own, so that no draw of a step uses the key of the parameters.
+        # The first fold keeps the keys of all steps apart from the key of the initial parameters.
         key = jax.random.fold_in(jax.random.key(self.config.train.seed), 1)
         key = jax.random.fold_in(key, step)
 

@@ -10,7 +10,7 @@ from alibi_jax.report.runs import run_names
 
 
 def position_curve(runs: list[Entry]) -> Figure | None:
-    """Mean loss against context in non-overlapping windows: a panel a run, a line a length.
+    """Mean loss against context in non-overlapping windows: one panel per run, one line per length.
 
     Each point stands at the geometric middle of its bin. None if no run has a curve.
     """

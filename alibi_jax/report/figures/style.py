@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 WIDTH = 7.5
-# Most characters of a name in a legend beside the axes, and of a line in a legend below them.
+# The most characters of a name in a legend beside the axes, and of a line in a legend below them.
 _MAX_BESIDE, _MAX_BELOW = 18, 84
 
 # Okabe & Ito (2008): distinct for colour-blind people. Markers and dashes distinguish the lines
