@@ -38,7 +38,7 @@ def imported_rooms(path: pathlib.Path, package: str) -> set[str]:
 
 
 def floors(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The rooms floor by floor: each imports only from floors below. Raises ValueError."""
+    """The rooms by floor: each imports only from floors below. Raises ValueError for a circle."""
     left, found = dict(graph), []
     while left:
         floor = [room for room in left if not graph[room] & left.keys()]
@@ -95,8 +95,8 @@ def main() -> None:
     arguments = parser.parse_args()
     graph = imports(arguments.package)
     levels = floors(graph)
-    arrows = sum(map(len, graph.values()))
-    print(f"{len(graph)} rooms on {len(levels)} floors, {arrows} arrows, no circle")
+    count = sum(map(len, graph.values()))
+    print(f"{len(graph)} rooms on {len(levels)} floors, {count} imports, no circle")
     for level, floor in reversed(list(enumerate(levels))):
         for room in floor:
             print(f"{level}  {room:<22} {', '.join(sorted(graph[room])) or '-'}")

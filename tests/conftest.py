@@ -16,24 +16,24 @@ import tempfile
 import jax
 import pytest
 
-# What takes long to compile is compiled once, for all workers and the programs that they start:
-# the variables are theirs too, and the folder this process's, which outlives them.
+# Functions that take long to compile are compiled once for all workers and the programs that they
+# start. These inherit the variables; this process outlives them and deletes the folder.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     folder = tempfile.mkdtemp(prefix="alibi-jax-compiled-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # Where something has imported JAX before this file, it has not seen them.
+    # JAX read its variables when it was imported, before these two were set.
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-# XLA's earlier way to compile loops takes half as long. How users' programs are compiled is tested
-# all the same: by test_cli, which leaves this out, and by all tests with newer versions,
-# which don't have the flag, and would stop at it.
+# XLA's earlier way of compiling loops takes half as long. The way that users' programs are compiled
+# is still tested: test_cli removes this flag, and with newer versions of JAX all tests run without
+# it, because those versions do not have it and would stop with an error.
 if jax.__version_info__ < (0, 11):
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 jax.config.update("jax_num_cpu_devices", 8)
 
-# Eight heads, sixteen rows: whatever mesh eight devices make, they fit.
+# Eight heads and sixteen rows divide evenly over every mesh of eight devices.
 TINY = {
     "model.num_layers": 1,
     "model.width": 16,
@@ -47,8 +47,8 @@ TINY = {
     "checkpoint.every": 5,
 }
 
-# Resident bytes of a test process above which it drops its compiled programs: two processes have
-# to fit beside other programs into the memory of a laptop.
+# Resident bytes above which a test process drops its compiled programs, so that two processes fit
+# beside other programs into the memory of a laptop.
 MOST_RESIDENT = 2 * 2**30
 
 
@@ -64,15 +64,15 @@ def pytest_runtest_teardown():
         jax.clear_caches()
         gc.collect()
         if sys.platform == "linux":
-            # glibc keeps what is freed otherwise.
+            # Otherwise glibc keeps the freed memory.
             ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture
 def compiled():
-    """The names of the functions that have been compiled in the test, one for each time.
+    """The names of the functions that the test has compiled, one for each compilation.
 
-    What `jax.jit` itself counts is 0 once its cache is full, as after very many tests
+    The count that `jax.jit` itself keeps is 0 once its cache is full, as after very many tests
     (jax-ml/jax#39078).
     """
     names = []
@@ -101,7 +101,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_config(data_dir):
-    """`tiny_config({"model.width": 32})`: a run of seconds, but for the values given."""
+    """`tiny_config({"model.width": 32})` configures a run of seconds, with the values given."""
     from alibi_jax.config import Config
 
     def make(changes=()):
@@ -116,7 +116,7 @@ def tiny_config(data_dir):
 
 @pytest.fixture(scope="module")
 def quick_compile():
-    """Twice as fast to compile, slower to run: for what no optimization of XLA's decides."""
+    """Halves compile times and slows programs, for tests that need no optimization by XLA."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
