@@ -1,19 +1,24 @@
-"""What attention with linear biases costs on a CPU: ours, other ways in JAX, and PyTorch.
+"""Measures attention with linear biases on a CPU: ours, other implementations in JAX, and PyTorch.
 
     python benchmarks/attention.py [--torch_python=PATH] [--lengths=512,1024] [--figure=FILE]
 
-One row, 8 heads of 64, causal, float32 and bfloat16, forward and with the gradients of queries,
-keys and values. All take turns in each of `--rounds` rounds; medians, least and greatest, of the
-ratio to ours on all cores in the same round, of the time, and of the share of the speed of a
-2048 x 2048 x 2048 matrix product in that dtype. That share counts the products that a causal row
-asks for, a gradient's twice a forward pass's: what is recomputed does not count, and what reach
-leaves out does. Then what each needs in memory, in a process of its own, at `--memory_length`.
+Attention is causal, with one row and 8 heads of size 64, in float32 and bfloat16. Two passes are
+measured: the forward pass alone, and the forward pass with the gradients of queries, keys and
+values. All implementations take turns in each of `--rounds` rounds. The first table gives the
+median, the minimum and the maximum of three numbers: the time, its ratio to the time of "ours, all
+cores" in the same round, and the achieved share of the FLOP/s of a 2048 x 2048 x 2048 matrix
+product in the same dtype. The share counts the FLOPs of full causal attention, and for the
+gradients twice the FLOPs of the forward pass. It does not count recomputation, and it counts the
+keys that reach leaves out. The second table gives the memory of each implementation at
+`--memory_length`, each measured in a new process.
 
-Ours runs on each core as one device, heads split over them, as training does; the others, and
-ours on one device, have all cores as that device's threads: both of ours are printed. Heads are in
-an order that gives each device its share of the steep ones. All with a bias must give the same: to
-1e-3 in float32 and 2e-2 in bfloat16 of the largest number, or the exit code is 1. What does not
-fit into memory, and beyond 4,096 tokens what builds an array of all pairs, is left out.
+"Ours, all cores" has one device per core and shards the heads over the devices, as training does.
+All other implementations, also "ours", have one device that uses all cores as threads. The order of
+the heads gives each device an equal share of the steep slopes. The error is the greatest difference
+from the result of "ours, all cores", relative to the largest number. With a bias it must be at most
+1e-3 in float32 and 2e-2 in bfloat16; otherwise the exit code is 1. An implementation is skipped if
+it does not fit into memory. Beyond 4,096 tokens, implementations that build an array of all pairs
+are skipped.
 """
 
 import concurrent.futures
@@ -38,22 +43,32 @@ from alibi_jax.config import Mesh
 from alibi_jax.distributed import sharding
 from alibi_jax.distributed.processes import say
 
-_LENGTHS = flags.DEFINE_list("lengths", ["512", "1024", "4096", "16384"], "In tokens.")
-_FORWARD_LENGTHS = flags.DEFINE_list("forward_lengths", ["65536"], "Without gradients.")
-_DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "Of queries, keys and values.")
-_MEMORY_LENGTH = flags.DEFINE_integer("memory_length", 4096, "At which memory is measured.")
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds whose median is printed.")
-_TORCH = flags.DEFINE_string("torch_python", sys.executable, "An interpreter that has torch.")
-_FIGURE = flags.DEFINE_string("figure", "docs/figures/attention.png", "Where to draw times.")
+_LENGTHS = flags.DEFINE_list(
+    "lengths", ["512", "1024", "4096", "16384"], "Lengths of both passes, in tokens."
+)
+_FORWARD_LENGTHS = flags.DEFINE_list(
+    "forward_lengths", ["65536"], "Further lengths of the forward pass."
+)
+_DTYPES = flags.DEFINE_list(
+    "dtypes", ["float32", "bfloat16"], "Dtypes of queries, keys and values."
+)
+_MEMORY_LENGTH = flags.DEFINE_integer("memory_length", 4096, "Length at which memory is measured.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Number of rounds; their median is printed.")
+_TORCH = flags.DEFINE_string("torch_python", sys.executable, "A Python interpreter with torch.")
+_FIGURE = flags.DEFINE_string(
+    "figure", "docs/figures/attention.png", "File for the figure of times."
+)
 
 _HEADS, _SIZE = 8, 64
-_KINDS = ("forward", "gradient")
-# A bias of m·j, not of a distance, is as large as the row is long, and rounded as such numbers are.
+_PASSES = ("forward", "gradient")
+# The greatest error of a result, relative to the largest number. A bias of m·j, unlike a bias of a
+# distance, grows with the length of the row, and so does its rounding error.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 _OURS = "ours, all cores"
-_IN_TORCH = {"torch mask": "mask", "torch flex": "flex", "torch causal, no bias": "causal"}
-# Colour-blind safe (Okabe & Ito 2008); a colour is of a library, and dashes tell its lines apart.
-_LINES = {
+_TORCH_NAMES = {"torch mask": "mask", "torch flex": "flex", "torch causal, no bias": "causal"}
+# The colours are safe for colour-blind readers (Okabe & Ito 2008). Each library has one colour, and
+# markers and dashes distinguish its lines.
+_LINE_STYLES = {
     _OURS: ("#0072B2", "o-"),
     "ours": ("#0072B2", "s--"),
     "ours without reach": ("#0072B2", "^:"),
@@ -63,129 +78,143 @@ _LINES = {
     "torch flex": ("#009E73", "X--"),
     "torch causal, no bias": ("#009E73", "*:"),
 }
-# What builds an array of all pairs takes gigabytes beyond this length.
-_SQUARE = ("naive", "jax.nn, key bias", "torch mask", "torch flex")
-_SQUARE_LENGTH = 4096
+# These implementations build an array of all pairs, which takes gigabytes beyond this length.
+_QUADRATIC = ("naive", "jax.nn, key bias", "torch mask", "torch flex")
+_MAX_QUADRATIC_LENGTH = 4096
 
 
 class Setting(NamedTuple):
-    """What is measured: "forward" or "gradient"."""
+    """A length, a dtype and a pass, "forward" or "gradient"."""
 
     length: int
     dtype: str
-    kind: str
+    pass_name: str
 
     def __str__(self) -> str:
-        return f"| {self.length} | {self.dtype} | {self.kind} |"
+        return f"| {self.length} | {self.dtype} | {self.pass_name} |"
 
     @property
     def flops(self) -> float:
-        """Of the products of scores and of values that are seen, and of their gradients."""
-        return 2 * _HEADS * self.length**2 * _SIZE * (1 if self.kind == "forward" else 3)
+        """The FLOPs of full causal attention: of the scores, the values and their gradients."""
+        return 2 * _HEADS * self.length**2 * _SIZE * (1 if self.pass_name == "forward" else 3)
 
 
 def main() -> int:
-    """Prints the table of times, then that of memory, and draws the times."""
+    """Prints the table of times and the table of memory, and draws the times."""
     jax.config.update("jax_platforms", "cpu")
     cli.start_devices(_HEADS)
     torch = _timing.torch_version(_TORCH.value)
     say(f"{jax.device_count()} cores, jax {jax.__version__}, torch {torch}\n")
-    say(f"| length | dtype | pass | | / {_OURS} | ms | share of product | off by |")
+    say(f"| length | dtype | pass | | / {_OURS} | ms | share of product | error |")
     say("|---|---|---|---|---|---|---|---|")
-    both = [(length, kind) for length in _LENGTHS.value for kind in _KINDS]
-    both += [(length, _KINDS[0]) for length in _FORWARD_LENGTHS.value]
-    settings = [Setting(int(x), dtype, kind) for x, kind in both for dtype in _DTYPES.value]
-    names = [name for name in _LINES if torch or name not in _IN_TORCH]
-    fine, panels = True, {}
+    cases = [(length, pass_name) for length in _LENGTHS.value for pass_name in _PASSES]
+    cases += [(length, _PASSES[0]) for length in _FORWARD_LENGTHS.value]
+    settings = [
+        Setting(int(x), dtype, pass_name) for x, pass_name in cases for dtype in _DTYPES.value
+    ]
+    names = [name for name in _LINE_STYLES if torch or name not in _TORCH_NAMES]
+    all_agree, panels = True, {}
     for setting in settings:
-        panel = panels.setdefault(f"{setting.kind}, {setting.dtype}", {})
-        same, times = _compare(setting, [name for name in names if _serves(name, setting)])
+        panel = panels.setdefault(f"{setting.pass_name}, {setting.dtype}", {})
+        agree, times = _compare(setting, [name for name in names if _is_measured(name, setting)])
         for name, milliseconds in times.items():
             panel.setdefault(name, []).append((setting.length, milliseconds))
-        fine &= same
+        all_agree &= agree
     _print_memory(names)
-    _figure.draw(panels, _LINES, _FIGURE.value)
+    _figure.draw(panels, _LINE_STYLES, _FIGURE.value)
     say(f"\nwrote {_FIGURE.value}")
-    return 0 if fine else 1
+    return 0 if all_agree else 1
 
 
 def _compare(setting: Setting, names: Sequence[str]) -> tuple[bool, dict[str, float]]:
-    """Prints a line a candidate; whether all agree, and the median milliseconds of each."""
-    runs: dict[str, Callable[[], float]] = {"": _timing.product_rate(setting.dtype)}
+    """Prints one table row per implementation.
+
+    Returns whether the results of all implementations agree, and the median milliseconds of each.
+    """
+    runs: dict[str, Callable[[], float]] = {
+        _timing.PRODUCT_RATE: _timing.product_rate(setting.dtype)
+    }
     samples: dict[str, np.ndarray] = {}
     with contextlib.ExitStack() as stack:
-        peer = None
+        torch_process = None
         for name in names:
             try:
-                if name in _IN_TORCH:
-                    peer = peer or stack.enter_context(_timing.Peer(_TORCH.value))
-                    samples[name] = np.array(_ask(peer, name, setting), np.float32)
-                    runs[name] = functools.partial(peer, "seconds", name=_IN_TORCH[name])
+                if name in _TORCH_NAMES:
+                    torch_process = torch_process or stack.enter_context(
+                        _timing.TorchProcess(_TORCH.value)
+                    )
+                    samples[name] = np.array(
+                        _prepare_in_torch(torch_process, name, setting), np.float32
+                    )
+                    runs[name] = functools.partial(
+                        torch_process, "seconds", name=_TORCH_NAMES[name]
+                    )
                 else:
                     run = _prepare(name, setting)
                     samples[name] = _timing.sample([np.asarray(x, np.float32) for x in run()])
-                    runs[name] = functools.partial(_timing.timed, run)
+                    runs[name] = functools.partial(_timing.seconds_per_call, run)
             except (OSError, MemoryError) as error:
                 say(f"{setting} {name} | {error} | | | |")
-        numbers = _timing.in_turns(runs, _ROUNDS.value)
-    rates, fine = numbers.pop(""), True
+        numbers = _timing.alternate(runs, _ROUNDS.value)
+    rates, all_agree = numbers.pop(_timing.PRODUCT_RATE), True
     for name, seconds in numbers.items():
-        off = np.abs(samples[name] - samples[_OURS]).max() / np.abs(samples[_OURS]).max()
+        max_error = np.abs(samples[name] - samples[_OURS]).max() / np.abs(samples[_OURS]).max()
         biased = "no bias" not in name
-        # Not a number is not within it either.
-        fine &= not biased or bool(off <= _TOLERANCE[setting.dtype])
+        # Written so that NaN does not count as agreement.
+        all_agree &= not biased or bool(max_error <= _TOLERANCE[setting.dtype])
         shares = [100 * setting.flops / x / rate for x, rate in zip(seconds, rates)]
         cells = [
-            _timing.spread(_timing.ratios(seconds, numbers[_OURS])),
-            _timing.spread([1000 * x for x in seconds], ".1f"),
-            _timing.spread(shares, ".0f") + " %",
-            f"{off:.0e}" if biased else "",
+            _timing.median_and_range(_timing.ratios(seconds, numbers[_OURS])),
+            _timing.median_and_range([1000 * x for x in seconds], ".1f"),
+            _timing.median_and_range(shares, ".0f") + " %",
+            f"{max_error:.0e}" if biased else "",
         ]
         say(f"{setting} {name} | {' | '.join(cells)} |")
-    return fine, {name: 1000 * statistics.median(seconds) for name, seconds in numbers.items()}
+    return all_agree, {name: 1000 * statistics.median(seconds) for name, seconds in numbers.items()}
 
 
 def _prepare(name: str, setting: Setting) -> Callable[[], tuple[jax.Array, ...]]:
-    """A call that waits for its results; MemoryError where it would not fit."""
+    """A compiled call that waits for its results; raises MemoryError if it would not fit."""
     axes = ("batch", None, "heads", None)
     mesh = sharding.make_mesh(Mesh(data=1, tensor=-1)) if name == _OURS else None
-    place = jax.devices()[0] if mesh is None else sharding.named_sharding(mesh, *axes)
+    placement = jax.devices()[0] if mesh is None else sharding.named_sharding(mesh, *axes)
     arrays = [
-        jax.device_put(jnp.asarray(x, setting.dtype), place)
+        jax.device_put(jnp.asarray(x, setting.dtype), placement)
         for x in _timing.normal_arrays(4, setting.length, _HEADS, _SIZE)
     ]
 
     def attend(*inputs: jax.Array) -> jax.Array:
-        split = sharding.map_over_shards(
+        sharded_attend = sharding.map_over_shards(
             functools.partial(_attend, name), [*[axes] * 3, ("heads",)], axes
         )
-        return split(*inputs, jnp.asarray(_slopes()))
+        return sharded_attend(*inputs, jnp.asarray(_slopes()))
 
     def results(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         *inputs, cotangent = arrays
-        if setting.kind == "forward":
+        if setting.pass_name == "forward":
             return (attend(*inputs),)
         return jax.vjp(attend, *inputs)[1](cotangent)
 
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         compiled = jax.jit(results).lower(*arrays).compile()
-    # Of one device, and only what runs on one takes much.
-    _timing.check_room(compiled.memory_analysis().temp_size_in_bytes)
+    # This is the memory of one device. Only implementations on one device need much memory.
+    _timing.check_memory(compiled.memory_analysis().temp_size_in_bytes)
     return lambda: jax.block_until_ready(compiled(*arrays))
 
 
 def _attend(
     name: str, query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array
 ) -> jax.Array:
+    """The output of the implementation `name`."""
     if name == "naive":
         scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
         scores = scores * _SIZE**-0.5 + alibi_bias(slopes, query.shape[1])
-        seen = jnp.tri(query.shape[1], dtype=bool)
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).astype(value.dtype)
+        visible = jnp.tri(query.shape[1], dtype=bool)
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)).astype(value.dtype)
         out = jnp.einsum("bnts,bsnh->btnh", weights, value, preferred_element_type=jnp.float32)
         return out.astype(value.dtype)
     if name == "jax.nn, key bias":
-        # A row's softmax does not change with m·i, so that a bias of m·j alone will do.
+        # Adding m·i to a row does not change its softmax, so a bias of m·j alone is sufficient.
         bias = (slopes[:, None] * jnp.arange(key.shape[1]))[None, :, None]
         return jax.nn.dot_product_attention(query, key, value, bias, is_causal=True)
     tolerance = {"tolerance": 0.0} if name == "ours without reach" else {}
@@ -193,35 +222,42 @@ def _attend(
 
 
 def _slopes() -> np.ndarray:
-    """Of the heads, those of each device one after the other: it has every so many-th."""
+    """The slopes of all heads, device by device.
+
+    With D devices, each device gets every D-th head.
+    """
     slopes = np.asarray(alibi_slopes(_HEADS))
     return slopes.reshape(-1, jax.device_count()).T.ravel()
 
 
-def _ask(peer: _timing.Peer, name: str, setting: Setting) -> list:
-    """Makes PyTorch's candidate; some of its results. MemoryError where it would not fit."""
+def _prepare_in_torch(torch_process: _timing.TorchProcess, name: str, setting: Setting) -> list:
+    """Prepares an implementation in PyTorch, and returns a sample of its results.
+
+    Raises MemoryError if it would not fit.
+    """
     if name == "torch mask":
-        # Twice the mask, for what is made of it.
-        _timing.check_room(2 * _HEADS * setting.length**2 * jnp.dtype(setting.dtype).itemsize)
-    return peer(
+        # Twice the mask, because PyTorch makes another array of its size.
+        _timing.check_memory(2 * _HEADS * setting.length**2 * jnp.dtype(setting.dtype).itemsize)
+    return torch_process(
         "attention",
-        name=_IN_TORCH[name],
+        name=_TORCH_NAMES[name],
         **setting._asdict(),
         slopes=_slopes().tolist(),
         size=_SIZE,
     )
 
 
-def _serves(name: str, setting: Setting) -> bool:
-    if name == "torch flex" and setting.kind == "gradient":
+def _is_measured(name: str, setting: Setting) -> bool:
+    """Whether an implementation is measured in a setting."""
+    if name == "torch flex" and setting.pass_name == "gradient":
         return False
-    return setting.length <= _SQUARE_LENGTH or name not in _SQUARE
+    return setting.length <= _MAX_QUADRATIC_LENGTH or name not in _QUADRATIC
 
 
 def _print_memory(names: Sequence[str]) -> None:
-    """What each needs beyond its inputs, results included."""
-    say(f"\nMiB above what is there before the call, at {_MEMORY_LENGTH.value}:\n")
-    columns = [(dtype, kind) for dtype in _DTYPES.value for kind in _KINDS]
+    """Prints the memory that each implementation needs in addition to its inputs."""
+    say(f"\nMiB in addition to the memory before the call, at length {_MEMORY_LENGTH.value}:\n")
+    columns = [(dtype, pass_name) for dtype in _DTYPES.value for pass_name in _PASSES]
     say(f"| | {' | '.join(' '.join(column) for column in columns)} |")
     say("|---|" + "---|" * len(columns))
     for name in names:
@@ -230,26 +266,28 @@ def _print_memory(names: Sequence[str]) -> None:
 
 
 def _memory(name: str, setting: Setting) -> str:
-    if not _serves(name, setting):
+    """The cell of an implementation in the table of memory."""
+    if not _is_measured(name, setting):
         return ""
     try:
-        if name in _IN_TORCH:
-            with _timing.Peer(_TORCH.value) as peer:
-                _ask(peer, name, setting)
-                size = peer("growth", name=_IN_TORCH[name])
+        if name in _TORCH_NAMES:
+            with _timing.TorchProcess(_TORCH.value) as torch_process:
+                _prepare_in_torch(torch_process, name, setting)
+                size = torch_process("peak_memory", name=_TORCH_NAMES[name])
         else:
             spawn = multiprocessing.get_context("spawn")
-            with concurrent.futures.ProcessPoolExecutor(1, spawn) as fresh:
-                size = fresh.submit(_growth, name, setting).result()
+            with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+                size = pool.submit(_peak_memory, name, setting).result()
     except (OSError, MemoryError) as error:
         return str(error)
     return f"{size:,.0f}"
 
 
-def _growth(name: str, setting: Setting) -> float:
+def _peak_memory(name: str, setting: Setting) -> float:
+    """The MiB of an implementation in JAX, in the present process."""
     jax.config.update("jax_platforms", "cpu")
     sharding.use_cpu_cores(_HEADS)
-    return _timing.growth(_prepare(name, setting))
+    return _timing.peak_memory(_prepare(name, setting))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python benchmarks/evaluate.py [--config=FILE] [--lengths=128,4096]
 
-Tokens are random and parameters are fresh: reach depends on the norms of their queries and keys.
-The two variants alternate in each of `--rounds` rounds. The table gives the median, the minimum and
-the maximum of the ratio of speeds and of tokens per second. Up to 256 tokens attention is dense and
-does not use reach.
+Tokens are random and parameters are untrained. Reach depends on the norms of the queries and keys,
+so a trained model has another reach. The two variants alternate in each of `--rounds` rounds. The
+table gives the median, the minimum and the maximum of the ratio of speeds and of tokens per second.
+Up to 256 tokens attention is dense and does not use reach.
 """
 
 import contextlib
@@ -28,10 +28,8 @@ _CONFIG = cli.define_config(pathlib.Path(__file__).parent.parent / "configs" / "
 _LENGTHS = flags.DEFINE_list(
     "lengths", ["128", "256", "512", "1024", "2048", "4096"], "Lengths of the windows, in tokens."
 )
-_TOKENS = flags.DEFINE_integer(
-    "tokens", 32768, "Tokens of the stream; one window if that is longer."
-)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds whose median is printed.")
+_TOKENS = flags.DEFINE_integer("tokens", 32768, "Tokens of the stream; at least one window.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Number of rounds; their median is printed.")
 
 _BATCH_TOKENS = 8192
 
@@ -59,13 +57,13 @@ def main() -> int:
         for name, options in (("with", {}), ("without", {"tolerance": 0.0})):
             scorer = Scorer(trainer.graphdef, trainer.mesh, _BATCH_TOKENS)
             # The first call traces the program, so the options have to hold during it.
-            with _timing.attending(**options) if options else contextlib.nullcontext():
+            with _timing.attention_options(**options) if options else contextlib.nullcontext():
                 rate(scorer)
             runs[name] = functools.partial(rate, scorer)
-        rates = _timing.in_turns(runs, _ROUNDS.value)
+        rates = _timing.alternate(runs, _ROUNDS.value)
         cells = [
-            _timing.spread(_timing.ratios(rates["with"], rates["without"])),
-            *(_timing.spread(numbers, ",.0f") for numbers in rates.values()),
+            _timing.median_and_range(_timing.ratios(rates["with"], rates["without"])),
+            *(_timing.median_and_range(numbers, ",.0f") for numbers in rates.values()),
         ]
         say(f"| {length} | {' | '.join(cells)} |")
     return 0

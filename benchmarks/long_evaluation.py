@@ -2,7 +2,7 @@
 
     python benchmarks/long_evaluation.py [--config=FILE] [--lengths=1024,65536]
 
-Tokens are random, parameters are fresh, windows do not overlap, and each length has its own
+Tokens are random, parameters are untrained, windows do not overlap, and each length has its own
 process. Temporaries are the memory that the compiled program needs on each device. The peak is the
 largest memory of the whole process, including its libraries and the compiler.
 """
@@ -34,18 +34,21 @@ def main() -> int:
     """Prints one table row per length."""
     lengths = [int(length) for length in _LENGTHS.value]
     if len(lengths) > 1:
-        say("| length | targets | seconds | tokens/s | temporaries, MiB | peak, MiB |")
+        say("| length | targets | seconds | tokens/s | temporaries per device, MiB | peak, MiB |")
         say("|---|---|---|---|---|---|")
-        others = [part for part in sys.argv[1:] if not part.startswith("--lengths=")]
+        other_arguments = [
+            argument for argument in sys.argv[1:] if not argument.startswith("--lengths=")
+        ]
         for length in lengths:
-            measured = [f"--lengths={length}", f"--targets={max(lengths)}"]
-            subprocess.run([sys.executable, sys.argv[0], *others, *measured], check=True)
+            arguments = [f"--lengths={length}", f"--targets={max(lengths)}"]
+            subprocess.run([sys.executable, sys.argv[0], *other_arguments, *arguments], check=True)
         return 0
     _measure(lengths[0])
     return 0
 
 
 def _measure(length: int) -> None:
+    """Prints the table row of a length."""
     config = _CONFIG.value
     config.check()
     jax.config.update("jax_platforms", "cpu")

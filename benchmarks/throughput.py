@@ -1,9 +1,9 @@
-"""Tokens a second of a configuration: the training step, and scoring at several lengths.
+"""Measures tokens per second of a configuration, in training and in scoring at several lengths.
 
     python benchmarks/throughput.py --config=configs/tiny.py [--config.train.accumulation=1]
 
-Random tokens, fresh parameters; medians of `--repeats` runs, compilation apart. Several
-settings are compared by running this for each in turn, on one machine.
+Tokens are random and parameters are untrained. The results are medians of `--repeats` runs, without
+compilation. To compare several settings, run the script for each of them in turn on one machine.
 """
 
 import pathlib
@@ -18,12 +18,14 @@ from alibi_jax import cli
 from alibi_jax.distributed import processes
 
 _CONFIG = cli.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
-_REPEATS = flags.DEFINE_integer("repeats", 7, "Runs whose median is printed.")
-_MULTIPLES = flags.DEFINE_list("multiples", ["1", "4", "32"], "Of the training length, to score.")
+_REPEATS = flags.DEFINE_integer("repeats", 7, "Number of runs; their median is printed.")
+_MULTIPLES = flags.DEFINE_list(
+    "multiples", ["1", "4", "32"], "Lengths of the scored windows, as multiples of train.length."
+)
 
 
 def main() -> int:
-    """Prints one line a measurement."""
+    """Prints one line per measurement."""
     config = _CONFIG.value
     config.check()
     cli.start_devices(config.train.batch_size // config.train.accumulation)
@@ -36,16 +38,18 @@ def main() -> int:
     trainer = Trainer(config, 256, sharding.make_mesh())
     state = trainer.initial_state()
     tokens = np.random.default_rng(0).integers(1, 256, 200_000).astype(np.uint16)
-    block = tokens[: train.batch_size * train.length].astype(np.int32)
-    local = {name: block.reshape(train.batch_size, train.length) for name in ("inputs", "targets")}
-    batch = trainer.device_batch(local)
+    step_tokens = tokens[: train.batch_size * train.length].astype(np.int32)
+    local_batch = {
+        name: step_tokens.reshape(train.batch_size, train.length) for name in ("inputs", "targets")
+    }
+    batch = trainer.device_batch(local_batch)
     seconds = []
     with jax.set_mesh(trainer.mesh):
         for step in range(_REPEATS.value + 1):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             state, metrics = trainer.train_step(state, batch, np.int32(step))
             jax.block_until_ready((state, metrics))
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
     processes.say(f"{jax.device_count()} devices; compiling the step: {seconds[0]:.1f} s")
     _print("training", train.batch_size * train.length, seconds[1:])
 
@@ -59,11 +63,12 @@ def main() -> int:
     return 0
 
 
-def _print(what: str, tokens: int, seconds: list[float]) -> None:
-    rate, least, most = (
+def _print(name: str, tokens: int, seconds: list[float]) -> None:
+    """Prints the median, the minimum and the maximum of tokens per second."""
+    rate, minimum, maximum = (
         tokens / x for x in (statistics.median(seconds), max(seconds), min(seconds))
     )
-    processes.say(f"{what}: {rate:,.0f} tokens/s (from {least:,.0f} to {most:,.0f})")
+    processes.say(f"{name}: {rate:,.0f} tokens/s (from {minimum:,.0f} to {maximum:,.0f})")
 
 
 if __name__ == "__main__":

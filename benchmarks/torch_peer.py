@@ -1,7 +1,7 @@
-"""PyTorch's side of the benchmarks: a process that answers one line of JSON after another.
+"""PyTorch's part of the benchmarks: a process that answers requests, each one line of JSON.
 
-Started by `attention.py` and `train_step.py`, with the interpreter of an environment that has
-torch. A line is `[function, arguments]`; the answer is `{"result": ...}` or `{"error": ...}`.
+`attention.py` and `train_step.py` start it with the interpreter of an environment that has torch. A
+request is `[function, arguments]`; the answer is `{"result": ...}` or `{"error": ...}`.
 """
 
 import functools
@@ -17,18 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# What `seconds` and `growth` run, by name, and the bytes that each keeps between its calls.
+# The calls that `seconds` and `peak_memory` measure, by name, and the bytes that each call keeps
+# from one call to the next.
 _RUNS: dict[str, Callable[[], Any]] = {}
-_KEPT: dict[str, int] = {}
+_KEPT_BYTES: dict[str, int] = {}
 
 
 def main() -> None:
-    """Answers until standard input ends."""
-    # Compilers print too: what they print goes to standard error.
+    """Answers requests until standard input ends."""
+    # Output of compilers goes to standard error, so that it does not mix with the answers.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    functions = {f.__name__: f for f in (attention, train_step, seconds, growth)}
+    functions = {f.__name__: f for f in (attention, train_step, seconds, peak_memory)}
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:
@@ -39,21 +40,26 @@ def main() -> None:
 
 
 def seconds(name: str) -> float:
-    """Of a call of what was made under that name."""
-    return _timing.timed(_RUNS[name])
+    """The seconds of a call that was prepared under this name."""
+    return _timing.seconds_per_call(_RUNS[name])
 
 
-def growth(name: str) -> float:
-    """MiB that a call of what was made under that name needs at most, and what it keeps."""
-    return _timing.growth(_RUNS[name]) + _KEPT[name] / 2**20
+def peak_memory(name: str) -> float:
+    """The MiB that a call that was prepared under this name needs, and those that it keeps."""
+    return _timing.peak_memory(_RUNS[name]) + _KEPT_BYTES[name] / 2**20
 
 
-def attention(name: str, length: int, dtype: str, kind: str, slopes: list[float], size: int) -> Any:
-    """Makes "mask", "flex" or "causal" attention ("forward" or "gradient"); some results."""
-    kept = torch.empty(0)
+def attention(
+    name: str, length: int, dtype: str, pass_name: str, slopes: list[float], size: int
+) -> Any:
+    """Prepares "mask", "flex" or "causal" attention, and returns a sample of its results.
+
+    `pass_name` is "forward" or "gradient".
+    """
+    kept_mask = torch.empty(0)
     if name == "mask":
-        kept = alibi_mask(tuple(slopes), length, getattr(torch, dtype))
-        attend = functools.partial(F.scaled_dot_product_attention, attn_mask=kept)
+        kept_mask = alibi_mask(tuple(slopes), length, getattr(torch, dtype))
+        attend = functools.partial(F.scaled_dot_product_attention, attn_mask=kept_mask)
     elif name == "flex":
         attend = _flex(torch.tensor(slopes), length)
     else:
@@ -69,25 +75,26 @@ def attention(name: str, length: int, dtype: str, kind: str, slopes: list[float]
         leaves = [x.detach().requires_grad_() for x in inputs]
         return torch.autograd.grad(attend(*leaves), leaves, cotangent)
 
-    _RUNS[name] = forward if kind == "forward" else gradient
-    _KEPT[name] = kept.nbytes
+    _RUNS[name] = forward if pass_name == "forward" else gradient
+    _KEPT_BYTES[name] = kept_mask.nbytes
     results = [x.transpose(1, 2).float().numpy() for x in _RUNS[name]()]
     return _timing.sample(results).tolist()
 
 
 @functools.lru_cache(maxsize=1)
 def alibi_mask(slopes: tuple[float, ...], length: int, dtype: torch.dtype) -> Tensor:
-    """`[1, N, T, T]`: the causal linear bias, -inf for the future; made head by head."""
+    """The causal linear bias, `[1, N, T, T]`, with -inf for the future; made head by head."""
     index = torch.arange(length)
-    behind = (index - index[:, None]).float()
-    behind.masked_fill_(behind > 0, -torch.inf)
+    relative = (index - index[:, None]).float()
+    relative.masked_fill_(relative > 0, -torch.inf)
     mask = torch.empty(1, len(slopes), length, length, dtype=dtype)
     for head, slope in enumerate(slopes):
-        mask[0, head] = slope * behind
+        mask[0, head] = slope * relative
     return mask
 
 
 def _flex(slopes: Tensor, length: int) -> Callable[..., Tensor]:
+    """Compiled flex attention that computes the linear bias itself."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def score(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -102,29 +109,36 @@ def _flex(slopes: Tensor, length: int) -> Callable[..., Tensor]:
 class Transformer(nn.Module):
     """The model of `alibi_jax` with its default choices: ReLU, LayerNorm, tied embeddings.
 
-    Parameters are float32 and those of `weights`; activations are `dtype`, as there.
+    Parameters are float32 and have the values in `weights`. Activations have the dtype `dtype`, as
+    in `alibi_jax`.
     """
 
     def __init__(self, weights: dict[str, np.ndarray], mask: Tensor, dtype: torch.dtype):
         super().__init__()
-        # Layers are stacked there; here each has a weight of its own.
-        each = {}
+        # `alibi_jax` stacks the weights of its layers; here each layer has its own.
+        weights_by_name = {}
         for name, x in weights.items():
             path = name.split(".")
             if path[0] == "layers":
-                each |= {"/".join(["layers", str(n), *path[2:]]): y for n, y in enumerate(x)}
+                weights_by_name |= {
+                    "/".join(["layers", str(n), *path[2:]]): y for n, y in enumerate(x)
+                }
             else:
-                each["/".join(path)] = x
-        self.weights = nn.ParameterDict({name: torch.tensor(x) for name, x in each.items()})
-        self.layers = 1 + max(int(name.split("/")[1]) for name in each if name[:6] == "layers")
+                weights_by_name["/".join(path)] = x
+        self.weights = nn.ParameterDict(
+            {name: torch.tensor(x) for name, x in weights_by_name.items()}
+        )
+        self.layers = 1 + max(
+            int(name.split("/")[1]) for name in weights_by_name if name[:6] == "layers"
+        )
         self.mask, self.dtype = mask, dtype
 
     def weight(self, *path: str) -> Tensor:
-        """In the compute dtype."""
+        """A weight in the compute dtype."""
         return self.weights["/".join(path)].to(self.dtype)
 
     def norm(self, x: Tensor, *path: str) -> Tensor:
-        """LayerNorm, statistics float32."""
+        """LayerNorm, with statistics in float32."""
         scale, bias = (self.weight(*path, name) for name in ("scale", "bias"))
         return F.layer_norm(x, x.shape[-1:], scale, bias, eps=1e-6)
 
@@ -137,9 +151,9 @@ class Transformer(nn.Module):
             normed = self.norm(x, *layer, "attention_norm")
             query, key, value = (
                 torch.einsum(
-                    "btd,dnh->bnth", normed, self.weight(*layer, "attention", which, "kernel")
+                    "btd,dnh->bnth", normed, self.weight(*layer, "attention", part, "kernel")
                 )
-                for which in ("query", "key", "value")
+                for part in ("query", "key", "value")
             )
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask)
             x = x + torch.einsum(
@@ -152,22 +166,32 @@ class Transformer(nn.Module):
 
 
 def train_step(
-    name: str, weights: str, tokens: list[list[int]], slopes: list[float], dtype: str, rate: float
+    name: str,
+    weights: str,
+    tokens: list[list[int]],
+    slopes: list[float],
+    dtype: str,
+    learning_rate: float,
 ) -> float:
-    """Makes the step of a model, "eager" or "compiled", from a file of weights; its first loss."""
-    kind = getattr(torch, dtype)
+    """Prepares the training step of a model, and returns its first loss.
+
+    `name` is "eager" or "compiled". `weights` is the path of a file of weights.
+    """
+    compute_dtype = getattr(torch, dtype)
     inputs, targets = torch.tensor(tokens)[:, :-1], torch.tensor(tokens)[:, 1:]
-    mask = alibi_mask(tuple(slopes), inputs.shape[1], kind)
+    mask = alibi_mask(tuple(slopes), inputs.shape[1], compute_dtype)
     with np.load(weights) as arrays:
-        model = Transformer(dict(arrays), mask, kind)
+        model = Transformer(dict(arrays), mask, compute_dtype)
     matrices = [x for x in model.parameters() if x.ndim > 1]
     vectors = [x for x in model.parameters() if x.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    loss_of = torch.compile(model, dynamic=False) if name == "compiled" else model
+    optimizer = torch.optim.AdamW(
+        groups, learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    compute_loss = torch.compile(model, dynamic=False) if name == "compiled" else model
 
     def step() -> float:
-        loss = loss_of(inputs, targets)
+        loss = compute_loss(inputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

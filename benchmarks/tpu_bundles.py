@@ -1,12 +1,13 @@
-"""What a block of attention costs on a TPU, in instructions, without one: ours against splash.
+"""Counts the instructions of attention on a TPU, ours and splash attention, without a TPU.
 
     python benchmarks/tpu_bundles.py [--chip=v5e:2x2] [--length=8192] [--head_size=64]
 
-Compiles the project's kernels and JAX's splash attention, which has no biases and is given them
-folded into queries and keys, and reads from the compiler's own listing how many bundles of
-instructions each takes for a block of 512 queries by 512 keys: a bundle issues in a cycle, so
-fewer are faster, but for what the listing does not know (memory, and what a step costs before
-and after). Ours has two such loops: most blocks need no mask. Needs libtpu, and no TPU.
+Compiles the project's kernels and JAX's splash attention. Splash attention has no biases, so they
+are folded into its queries and keys. The script reads, from the compiler's own listing, the number
+of bundles of instructions that each kernel needs for a block of 512 queries and 512 keys. A TPU
+issues one bundle per cycle, so fewer bundles are faster. The listing does not include memory
+transfers and the overhead of each grid step. Our kernels have two loops, one for blocks that need a
+mask and one for the other blocks, which are the most frequent. Needs libtpu, but no TPU.
 """
 
 import os
@@ -37,17 +38,20 @@ from alibi_jax.attention.reach import KeyBlocks
 from alibi_jax.attention.tpu.attention import pallas_tpu
 from alibi_jax.distributed.processes import say
 
-_CHIP = flags.DEFINE_string("chip", "v5e:2x2", "The topology to compile for.")
-_LENGTH = flags.DEFINE_integer("length", 8192, "Of the row, in tokens.")
-_HEADS = flags.DEFINE_integer("heads", 8, "Of queries and of keys.")
-_SIZE = flags.DEFINE_integer("head_size", 64, "Features a head.")
+_CHIP = flags.DEFINE_string("chip", "v5e:2x2", "Topology to compile for.")
+_LENGTH = flags.DEFINE_integer("length", 8192, "Length of the row, in tokens.")
+_HEADS = flags.DEFINE_integer("heads", 8, "Number of query heads and of key heads.")
+_SIZE = flags.DEFINE_integer("head_size", 64, "Features per head.")
 _COMPILE = flags.DEFINE_enum(
-    "compile", None, ["ours", "splash"], "Only compile; the script starts itself so."
+    "compile",
+    None,
+    ["ours", "splash"],
+    "Only compiles this kernel; the script starts itself with this flag.",
 )
 
 _BLOCK = 512
-# Loops shorter than this start and end rows.
-_LEAST = 300
+# Shorter loops are not the loop over a block: they start or end rows.
+_MIN_BUNDLES = 300
 
 
 class Loop(NamedTuple):
@@ -58,7 +62,7 @@ class Loop(NamedTuple):
 
 
 def main() -> int:
-    """Prints a line a kernel."""
+    """Prints one table row per pass."""
     if _COMPILE.value:
         _compile(_ours if _COMPILE.value == "ours" else _splash)
         return 0
@@ -66,18 +70,20 @@ def main() -> int:
     say(f"{_CHIP.value}, jax {jax.__version__}, {shape}, bfloat16, blocks of {_BLOCK}\n")
     ours, splash = (_loops(name) for name in ("ours", "splash"))
     say(
-        "| pass | ours / splash | where masked | ours | masked | splash | matrix units used: both |"
+        "| pass | ours / splash | ours masked / splash | ours | ours masked | splash "
+        "| matrix units used: ours, splash |"
     )
     say("|---|---|---|---|---|---|---|")
-    for name, (masked, plain), (peer,) in zip(("forward", "backward"), ours, splash):
-        ratios = [f"{x.bundles / peer.bundles:.2f}" for x in (plain, masked)]
-        bundles = [str(x.bundles) for x in (plain, masked, peer)]
-        shares = ", ".join(f"{x.matrix_units:.0%}" for x in (plain, peer))
+    for name, (masked, unmasked), (splash_loop,) in zip(("forward", "backward"), ours, splash):
+        ratios = [f"{x.bundles / splash_loop.bundles:.2f}" for x in (unmasked, masked)]
+        bundles = [str(x.bundles) for x in (unmasked, masked, splash_loop)]
+        shares = ", ".join(f"{x.matrix_units:.0%}" for x in (unmasked, splash_loop))
         say(f"| {' | '.join([name, *ratios, *bundles, shares])} |")
     return 0
 
 
 def _ours(query: Array, key: Array, value: Array) -> Array:
+    """Attention with the project's kernel, over all causal blocks."""
     blocks = -(-_LENGTH.value // _BLOCK)
     shape = (1, _HEADS.value, blocks)
     stop = jnp.broadcast_to(jnp.arange(1, blocks + 1, dtype=jnp.int32), shape)
@@ -97,6 +103,7 @@ def _ours(query: Array, key: Array, value: Array) -> Array:
 
 
 def _splash(query: Array, key: Array, value: Array) -> Array:
+    """Splash attention with the biases folded into queries and keys."""
     forward = dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), _BLOCK)
     backward = {f"{name}_dkv": _BLOCK for name in ("block_q", "block_kv")}
     kernel = make_splash_mha(
@@ -113,7 +120,7 @@ def _splash(query: Array, key: Array, value: Array) -> Array:
 
 
 def _compile(attend: Callable[..., Array]) -> None:
-    """The gradient, which runs both kernels."""
+    """Compiles the gradient, which runs the forward and the backward kernel."""
     device = topologies.get_topology_desc(_CHIP.value, platform="tpu").devices[0]
     shape = (1, _LENGTH.value, _HEADS.value, _SIZE.value)
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(device))
@@ -125,7 +132,7 @@ def _compile(attend: Callable[..., Array]) -> None:
 
 
 def _loops(name: str) -> list[list[Loop]]:
-    """Of each kernel, in the order compiled, the loops with matrix products."""
+    """The loops with matrix products of each kernel, in the order of compilation."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "JAX_PLATFORMS": "cpu",
@@ -133,44 +140,45 @@ def _loops(name: str) -> list[list[Loop]]:
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
         }
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, *sys.argv, f"--compile={name}"],
             env=os.environ | environment,
             capture_output=True,
             text=True,
             check=False,
         )
-        if done.returncode:
-            raise RuntimeError(f"{name} does not compile: {done.stderr.strip().splitlines()[-1]}")
+        if result.returncode:
+            raise RuntimeError(f"{name} does not compile: {result.stderr.strip().splitlines()[-1]}")
         listings = [
             path
             for path in sorted(pathlib.Path(folder).glob("*final_bundles.txt"))
             if re.search(r"-(alibi|splash)_.*-\d+-final_bundles", path.name)
         ]
-        return [_loops_of(path) for path in listings]
+        return [_read_loops(path) for path in listings]
 
 
-def _loops_of(listing: pathlib.Path) -> list[Loop]:
+def _read_loops(listing: pathlib.Path) -> list[Loop]:
+    """The innermost loops with matrix products in the listing of a kernel."""
     kernel = listing.name.rsplit("-", 2)[0]
     (counts,) = listing.parent.glob(f"{kernel}-*-final_hlo-static-per-bundle-utilization.txt")
     head, _, rows = counts.read_text().partition("== UTILIZATION:\n")
-    # The first of the units counted are the matrix units; their number is in the second line.
+    # The first column is the matrix units. The last line above the table has the number of units.
     units = int(head.splitlines()[-1].split()[0])
-    used = [int(row.split()[0]) for row in rows.splitlines() if row.strip()]
+    used_units = [int(row.split()[0]) for row in rows.splitlines() if row.strip()]
     regions, starts, address = [], {}, 0
     for line in listing.read_text(errors="replace").splitlines():
-        if found := re.match(r"\s*(0x[0-9a-f]+|0)\s", line):
-            address = int(found.group(1), 16)
+        if match := re.match(r"\s*(0x[0-9a-f]+|0)\s", line):
+            address = int(match.group(1), 16)
         for kind, number in re.findall(r"(Start|End) region (\d+)", line):
             if kind == "Start":
                 starts[number] = address
             elif number in starts:
                 regions.append(range(starts[number], address + 1))
-    loops = [x for x in regions if len(x) >= _LEAST and any(used[x.start : x.stop])]
-    inner = [x for x in loops if not any(x != y and y[0] in x and y[-1] in x for y in loops)]
+    loops = [x for x in regions if len(x) >= _MIN_BUNDLES and any(used_units[x.start : x.stop])]
+    innermost = [x for x in loops if not any(x != y and y[0] in x and y[-1] in x for y in loops)]
     return [
-        Loop(len(x), sum(used[x.start : x.stop]) / units / len(x))
-        for x in sorted(inner, key=lambda x: x.start)
+        Loop(len(x), sum(used_units[x.start : x.stop]) / units / len(x))
+        for x in sorted(innermost, key=lambda x: x.start)
     ]
 
 
