@@ -107,7 +107,7 @@ def _attention_fn(
         if num_heads is not None and num_heads != query.shape[-2]:
             raise ValueError(
                 f"the biases of {num_heads} heads do not fit {query.shape[-2]} query heads: "
-                "make the attention_fn for all query heads of the module"
+                "make the attention_fn with one bias for each query head"
             )
         batch, length, key_length = query.shape[:-3], query.shape[-3], key.shape[-3]
         if length not in (1, key_length):

@@ -49,9 +49,9 @@ class Flops(NamedTuple):
 def step_flops(config: Config, vocab_size: int) -> Flops:
     """The multiplications and additions of a training step: two per term of a matrix product.
 
-    The backward pass takes twice as many as the forward pass. Causal attention takes half of all
-    pairs. The count omits the position methods, and the rarer bands of an adaptive softmax, because
-    their share of the targets depends on the text.
+    The backward pass has twice the operations of the forward pass. Causal attention computes half
+    of all pairs. The count omits the position methods, and the rarer bands of an adaptive softmax,
+    because their share of the targets depends on the text.
     """
     model, train = config.model, config.train
     tokens = train.batch_size * train.length

@@ -64,11 +64,11 @@ def generate(
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
     # The last new token is returned, but not passed to the model.
-    total = int(token_mask.sum(axis=1).max()) + max_new_tokens - 1
-    if model.max_length is not None and total > model.max_length:
+    max_row_length = int(token_mask.sum(axis=1).max()) + max_new_tokens - 1
+    if model.max_length is not None and max_row_length > model.max_length:
         raise ValueError(
-            f"a prompt of {total - max_new_tokens + 1} tokens and {max_new_tokens} new tokens need "
-            f"more than the {model.max_length} learned positions"
+            f"a prompt of {max_row_length - max_new_tokens + 1} tokens and {max_new_tokens} new "
+            f"tokens need more than the {model.max_length} learned positions"
         )
     if temperature > 0.0 and key is None:
         raise ValueError(f"temperature={temperature} draws at random: give a key")
@@ -88,7 +88,7 @@ def generate(
         gap=None if cache_tolerance is None else cache_gap,
     )
     logits, cache = prefill(graphdef, state, tokens, token_mask, cache)
-    new, cache = decode(
+    new_tokens, cache = decode(
         graphdef,
         state,
         cache,
@@ -108,7 +108,7 @@ def generate(
                 f"the cache omitted up to {share:.2g} of a token's attention, more than "
                 f"cache_tolerance={cache_tolerance:g}: give a cache_gap above {cache_gap:g}"
             )
-    return [_cut_at_stop(row, stop_token) for row in np.asarray(new).tolist()]
+    return [_cut_at_stop(row, stop_token) for row in np.asarray(new_tokens).tolist()]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)

@@ -45,8 +45,8 @@ def context_attention(
 ) -> Float[Array, "B T N V"]:
     """Attention of a shard's queries to the whole sequence, sharded over the mesh's `axes`.
 
-    Shard i holds tokens i·T to (i+1)·T − 1. `positions` (default: indices) and `segment_ids` are
-    those of the shard's tokens. `slopes` are those of a linear bias, None for no bias.
+    Shard i holds tokens i·T to (i+1)·T − 1. `positions` (default: indices) and `segment_ids`
+    belong to the shard's tokens. `slopes` are the slopes of a linear bias; None means no bias.
 
     The key heads in `short_range` fetch only the previous shard's keys, if the other keys provably
     have at most a share of `NEGLIGIBLE` of each row's weight, in every shard and on every device

@@ -38,8 +38,8 @@ def folded(
 
     Returns softmax(query · key / sqrt(H) − m·(i−j)) · value over the keys j ≤ i, or over the last
     `window` of them, the query's own included. Query, key and value have the same dtype. With
-    K < N each key head serves N/K neighbouring query heads. `implementation` is that of
-    `jax.nn.dot_product_attention`; None selects cuDNN's fused kernel for 16 bits on a GPU, and
+    K < N each key head serves N/K neighbouring query heads. `implementation` is passed
+    to `jax.nn.dot_product_attention`; None selects cuDNN's fused kernel for 16 bits on a GPU, and
     JAX's default elsewhere. All four arrays have gradients. The gradient of the slopes is a sum
     of positions times gradients that the kernel may have rounded to 16 bits, so its noise grows
     with the length.
@@ -48,10 +48,10 @@ def folded(
     (arXiv:2505.12044), whose positions in 16 bits are not exact.
 
     Raises:
-        ValueError: if the numbers of queries and keys differ, the window is empty, the number of
-            slopes is not that of the query heads, or a score could be off by more than 2e-2 in
-            16 bits or 1e-3 in float32 (`folded_error`). Traced slopes are assumed to be at most
-            1, as ALiBi's are; steeper slopes increase the error in proportion.
+        ValueError: if the numbers of queries and keys differ, the window is empty, the numbers of
+            slopes and query heads differ, or a score could be off by more than 2e-2 in 16 bits or
+            1e-3 in float32 (`folded_error`). Traced slopes are assumed to be at most 1, as ALiBi's
+            are; steeper slopes increase the error in proportion.
     """
     length, size = query.shape[1], query.shape[-1]
     if key.shape[1] != length:
@@ -96,7 +96,7 @@ def fold(
     gradient of the slopes comes through the first of the three numbers. In float16 slopes may be
     up to 4094 here.
 
-    Raises ValueError if the number of slopes is not that of the query heads, and for more than
+    Raises ValueError if the numbers of slopes and query heads differ, and for more than
     131,072 keys, whose positions would not be exact.
     """
     num_heads, num_keys = query.shape[2], key.shape[1]
@@ -153,7 +153,7 @@ def folded_refusal(slopes: Slopes, length: int, dtype: DTypeLike) -> str:
 
 
 def _three_parts(x: Float[Array, "N"]) -> list[Float[Array, "N"]]:
-    """Three numbers of 8 bits whose sum is x. The gradient of x is that of the first."""
+    """Three numbers of 8 bits whose sum is x. The gradient of x is the first number's."""
     # `reduce_precision`, because XLA may remove a cast to bfloat16 and back.
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     middle = jax.lax.reduce_precision(x - high, exponent_bits=8, mantissa_bits=7)

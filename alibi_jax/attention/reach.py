@@ -149,15 +149,15 @@ def _log_weight_bound(
     unbounded = _in_blocks(~jnp.isfinite(key_norms), block_size, False).any(axis=1)
     key_norms = jnp.where(jnp.isfinite(key_norms), key_norms, 0.0)
     # The query's own key, or the key with the nearest index: a query that sees any key sees it.
-    own = jnp.clip(query_indices, 0, key.shape[0] - 1)
-    own_bias = _linear_bias(past, future, key_positions[own] - positions)
-    own_score = (query * key[own]).sum(axis=-1) * scale + own_bias
-    own_score -= rounding * (norms * key_norms[own] + jnp.abs(own_bias))
-    known = jnp.isfinite(norms + own_score) & ~unbounded[own // block_size]
+    own_key = jnp.clip(query_indices, 0, key.shape[0] - 1)
+    own_bias = _linear_bias(past, future, key_positions[own_key] - positions)
+    own_score = (query * key[own_key]).sum(axis=-1) * scale + own_bias
+    own_score -= rounding * (norms * key_norms[own_key] + jnp.abs(own_bias))
+    known = jnp.isfinite(norms + own_score) & ~unbounded[own_key // block_size]
     own_score = jnp.where(known, own_score, -jnp.inf)
     norms = jnp.where(jnp.isfinite(norms), norms, 0.0)
     if query_ids is not None and key_ids is not None:
-        own_score = jnp.where(query_ids == key_ids[own], own_score, -jnp.inf)
+        own_score = jnp.where(query_ids == key_ids[own_key], own_score, -jnp.inf)
         # A padding query sees nothing, so that no key matters to it. No query sees a padding key.
         own_score = jnp.where(query_ids == 0, jnp.inf, own_score)
         key_norms = jnp.where(key_ids == 0, 0.0, key_norms)
@@ -179,14 +179,14 @@ def _log_weight_bound(
     # The number of keys with the greatest bias that weigh as much as the block. Where the block
     # lies wholly before or after the queries, its biases fall with each further key.
     block_positions = _in_blocks(key_positions, block_size, None)
-    behind = jnp.exp(
+    weights_if_before = jnp.exp(
         -jnp.maximum(past, 0.0) * (key_max[:, None] - block_positions).astype(jnp.float32)
     )
-    ahead = jnp.exp(
+    weights_if_after = jnp.exp(
         -jnp.maximum(future, 0.0) * (block_positions - key_min[:, None]).astype(jnp.float32)
     )
-    count = jnp.where(relative_max <= 0, behind.sum(axis=1), float(block_size))
-    count = jnp.where(relative_min >= 0, ahead.sum(axis=1), count)
+    count = jnp.where(relative_max <= 0, weights_if_before.sum(axis=1), float(block_size))
+    count = jnp.where(relative_min >= 0, weights_if_after.sum(axis=1), count)
     return score + bias + jnp.log(count)
 
 

@@ -119,7 +119,7 @@ def yarn_frequencies(
 
 
 def yarn_temperature(factor: float) -> float:
-    """The number by which YaRN multiplies queries and keys alike: 0.1 · ln(factor) + 1.
+    """The number by which YaRN multiplies both queries and keys: 0.1 · ln(factor) + 1.
 
     It is the square root of 1/t, where t is the paper's temperature, which divides the scores.
     Raises ValueError for a factor below 1.

@@ -52,7 +52,7 @@ class KernelConfig(NamedTuple):
 class StepIndices(NamedTuple):
     """Indices of the data of one grid step, scalars.
 
-    `row` counts all rows, `launch_row` those of this launch. `distance` is the index of the
+    `row` counts all rows, `launch_row` the rows of this launch. `distance` is the index of the
     query block's first query minus the index of the key block's first key.
     """
 

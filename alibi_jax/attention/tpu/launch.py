@@ -20,8 +20,8 @@ from alibi_jax.attention.tpu.kernels import KernelConfig, StepIndices, forward_k
 class Operand:
     """An array, or the shape of an output, and the block of it that a step reads or writes.
 
-    `block_shape` and `block_index` are those of `pallas.BlockSpec`: None in the shape drops an
-    axis from the block.
+    `block_shape` and `block_index` have the meanings of `pallas.BlockSpec`'s arguments: None in
+    the shape drops an axis from the block.
     """
 
     array: Any
@@ -51,9 +51,9 @@ def launch(
     groups, capacity = grid.packed_steps.shape
 
     def locate(
-        group: Any, number: Any, packed_steps: Any, origin: Any
+        group: Any, step_number: Any, packed_steps: Any, origin: Any
     ) -> tuple[GridStep, StepIndices]:
-        step = unpack(packed_steps[group * capacity + number])
+        step = unpack(packed_steps[group * capacity + step_number])
         query_block, key_block = step.outer_block, step.inner_block
         if kernel is not forward_kernel:
             query_block, key_block = key_block, query_block
@@ -79,8 +79,8 @@ def launch(
         )
 
     def block_spec(operand: Operand) -> pl.BlockSpec:
-        def index_map(group: Any, number: Any, packed_steps: Any, origin: Any, _: Any) -> Any:
-            return operand.block_index(locate(group, number, packed_steps, origin)[1])
+        def index_map(group: Any, step_number: Any, packed_steps: Any, origin: Any, _: Any) -> Any:
+            return operand.block_index(locate(group, step_number, packed_steps, origin)[1])
 
         return pl.BlockSpec(operand.block_shape, index_map)
 
