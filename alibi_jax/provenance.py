@@ -33,7 +33,8 @@ def _commit() -> str | None:
     """The commit of the checkout that this package lies in, plus "-dirty" if files differ from it.
 
     None outside a checkout of this repository. An installed package may lie in a checkout of
-    another repository, such as the user's own, whose commit says nothing about this code.
+    another repository, such as the user's own. That repository's commit says nothing about this
+    code.
     """
     file = pathlib.Path(__file__).resolve()
     root = file.parents[1]

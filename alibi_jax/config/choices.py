@@ -1,4 +1,4 @@
-"""The choices by name, and what the rest of the code must know about each of them.
+"""The choices of the configuration by name, and what the code must know about each choice.
 
 Each choice has one record. The checks of the configuration, the model, the optimizer, the FLOPs and
 the plans read the records here, so a new choice is added in one place.
@@ -15,11 +15,14 @@ from jaxtyping import Array
 
 @dataclasses.dataclass(frozen=True)
 class PositionChoice:
-    """What the configuration must know about a position method, which `positions.METHODS` makes."""
+    """What the configuration must know about a position method.
+
+    `positions.METHODS` makes the method itself.
+    """
 
     # The method adds to the token embeddings, before all layers, and does nothing in a layer.
     embeds: bool = False
-    # The method works on pairs of features of a head, or of the whole width.
+    # The method works on pairs of features of a head, or on pairs of features of the whole width.
     pairs_in_head: bool = False
     pairs_in_width: bool = False
     # The method's rescalings for inputs longer than the training length.
@@ -78,7 +81,8 @@ PROJECTION = "projection"
 class RematChoice:
     """What the backward pass keeps of a layer's forward pass, and what it computes again."""
 
-    # The names of the arrays to keep besides the layer's input; None: JAX keeps all it needs.
+    # The names of the arrays to keep besides the layer's input. With None, JAX keeps all arrays
+    # that the backward pass needs.
     keeps: tuple[str, ...] | None
     recomputes_attention: bool
     recomputes_projections: bool
@@ -93,9 +97,13 @@ REMATS = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerChoice:
-    """The direction of an optimizer's step; decay, rate and clipping are the same for all."""
+    """How an optimizer turns gradients into the direction of a step.
 
-    # Makes the direction from the section `optimizer` of the configuration.
+    Clipping, weight decay and the learning rate are the same for all optimizers.
+    """
+
+    # Makes the Optax transformation from gradients to the direction. The argument is the section
+    # `optimizer` of the configuration.
     direction: Callable[[Any], optax.GradientTransformation]
     # Whether each layer's update of a parameter is scaled to a root mean square of at most 1
     # (Shazeer & Stern 2018, section 6).

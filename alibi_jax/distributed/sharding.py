@@ -1,7 +1,8 @@
 """The device mesh, and the table from logical axes to mesh axes.
 
-All other code names logical axes. The axes of the mesh have the names of the keys in the section
-`mesh` of the configuration, and `LOGICAL_AXIS_RULES` says which logical axes each of them shards.
+All other code refers to logical axes only. The axes of the mesh have the names of the keys in the
+section `mesh` of the configuration. `LOGICAL_AXIS_RULES` says which mesh axes shard each logical
+axis.
 """
 
 import dataclasses
@@ -37,12 +38,13 @@ LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
 
 
 def use_cpu_cores(batch_size: int, sizes: Sequence[int] = (-1,), processes: int = 1) -> None:
-    """On a CPU, makes cores into devices: as many as divide the batch and fit the mesh.
+    """On a CPU, sets the number of devices to the most cores that the batch and the mesh allow.
 
-    The devices of all `processes` must divide `batch_size` and be a multiple of the fixed sizes of
-    the mesh. `sizes` are the sizes of the mesh's axes; -1 stands for the remaining devices. A mesh
-    without a -1 gets exactly the devices that it names. Has no effect on accelerators, nor if the
-    number of CPU devices is already configured. Call it before anything asks JAX for its devices.
+    `sizes` are the sizes of the mesh's axes; -1 stands for the remaining devices. The number of
+    devices of all `processes` together must divide `batch_size` and must be a multiple of the
+    product of the fixed sizes. A mesh without a -1 gets exactly the devices that it names. The
+    function has no effect on accelerators, or if the number of CPU devices is already configured.
+    Call it before anything asks JAX for its devices.
     """
     configured = jax.config.values["jax_num_cpu_devices"] > 0
     if configured or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):

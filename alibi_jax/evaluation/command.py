@@ -1,4 +1,4 @@
-"""Evaluates runs from options to written results: what eval.py does."""
+"""The evaluation that eval.py runs: it loads the runs, evaluates them and writes the results."""
 
 import dataclasses
 import itertools
@@ -58,7 +58,7 @@ def evaluate(
         batch_numbers = itertools.count()
 
         def should_stop() -> bool:
-            # All processes use the same number for the same batch, so that all stop after it.
+            # A batch has the same number in all processes, so all stop after the same batch.
             return stop.at(next(batch_numbers))
 
         def evaluation_of(run: Run, rescaling: Rescaling) -> RunEvaluation:
@@ -144,8 +144,8 @@ def _rescaled_runs(
             )
     for folder in runs.keys() - {folder for folder, _ in pairs}:
         raise ValueError(
-            f"--rescalings={options.rescalings}: no rescaling of the list is for {folder}: leave "
-            "the run out, or add the rescaling none"
+            f"--rescalings={options.rescalings}: no rescaling of the list is defined for {folder}: "
+            'leave the run out, or add the rescaling "none"'
         )
     return pairs
 
@@ -159,7 +159,7 @@ def _load_judge(judge: str, runs: dict[pathlib.Path, Run], options: EvaluationOp
 
 
 def _check_judge(judge: RunEvaluation, evaluations: list[RunEvaluation]) -> None:
-    """Raises ValueError where a run has another text or other tokens than the judge."""
+    """Raises ValueError unless all runs have the same text and the same tokens as the judge."""
     for evaluation in evaluations:
         if evaluation.text is not judge.text:
             raise ValueError(

@@ -30,13 +30,13 @@ def _option(
 class EvaluationOptions:
     """What is measured, at which lengths and on which text; the same for every run.
 
-    The names and the order of the fields are those of "asked" in results.json.
+    The fields have the names and the order of the keys of "asked" in results.json.
     """
 
     lengths: str = _option(
         "1x,2x,4x,8x,16x,32x",
-        "Evaluation lengths, separated by commas: tokens as 512, or multiples of the training "
-        "length as 4x.",
+        "Evaluation lengths, separated by commas: numbers of tokens (such as 512) or multiples of "
+        "the training length (such as 4x).",
     )
     protocols: str = _option(
         "nonoverlapping,fixed",
@@ -45,14 +45,14 @@ class EvaluationOptions:
     rescalings: str = _option(
         "none",
         "Rescalings of positions, separated by commas: none, linear, ntk, yarn, dynamic_ntk. "
-        "Rotary positions have all of them, ALiBi has none and linear. The factor is the "
-        "evaluation length divided by the training length, or F if given as linear:F.",
+        "Rotary positions support all of them, ALiBi supports `none` and `linear`. The factor is "
+        "the evaluation length divided by the training length, or F if given as linear:F.",
     )
     attention: str | None = _option(
         None,
         "Lengths at which the entropy, the distance and the resolution of attention are measured, "
-        "as in --lengths; default: those of --lengths up to "
-        f"{_MAX_ATTENTION_MULTIPLE}x; an empty value: none.",
+        "in the form of --lengths; default: the lengths of --lengths up to "
+        f"{_MAX_ATTENTION_MULTIPLE}x; with an empty value attention is not measured.",
     )
     judge: str | None = _option(
         None,
@@ -75,7 +75,7 @@ class EvaluationOptions:
         "Replace the first input of each window by the separator token, which precedes each "
         "document.",
     )
-    targets: int = _option(512, "Number of targets that the protocol fixed samples.", minimum=1)
+    targets: int = _option(512, "Number of sampled targets of the protocol `fixed`.", minimum=1)
     passage: int = _option(
         200, "Number of consecutive targets in the passage that the report shows.", minimum=0
     )
@@ -83,7 +83,7 @@ class EvaluationOptions:
     batch_tokens: int = _option(8192, "Number of tokens per batch, at every length.", minimum=1)
     mesh: str = _option(
         "",
-        "Number of devices along each mesh axis, as fsdp=4,context=2; by default each device "
+        "Number of devices along each mesh axis, such as fsdp=4,context=2; by default each device "
         "scores whole windows.",
     )
 

@@ -27,15 +27,16 @@ class Run:
     graphdef: Any
     params: Any
     mesh: jax.sharding.Mesh
-    # When the checkpoint was written, in ns. It distinguishes the checkpoint from a replacement.
+    # Time at which the checkpoint was written, in ns. A checkpoint that is written in its place has
+    # another time.
     saved_ns: int
 
 
 def find_workdirs(patterns: list[str]) -> list[pathlib.Path]:
-    """The folders that names and patterns such as runs/* give, each folder once.
+    """Finds the folders for the given names and patterns (such as runs/*), each folder once.
 
-    A pattern gives the folders that hold checkpoints. Raises ValueError where a pattern gives none,
-    or where `patterns` is empty.
+    A pattern stands for all folders that match it and hold checkpoints. Raises ValueError where no
+    folder matches a pattern and holds checkpoints, or where `patterns` is empty.
     """
     if not patterns:
         raise ValueError("--workdir is missing: name the folder that train.py wrote")

@@ -1,7 +1,7 @@
 """The plan of a run: whether it fits its devices, and what a step costs.
 
-The training and evaluation steps of the run are compiled for the target devices, none of which
-need be attached. The plan keeps what the compiler reports apart from what is estimated.
+The training and evaluation steps of the run are compiled for the target devices, which need not be
+attached. The plan lists the compiler's numbers and the estimates separately.
 """
 
 import dataclasses
@@ -17,10 +17,11 @@ from alibi_jax.plan.targets import Target, open_target
 
 
 def plan(config: Config, request: str) -> int:
-    """Prints the plan of a run, or with ",search" a ranking of meshes.
+    """Prints the plan of a run, or a ranking of meshes if `request` ends with ",search".
 
-    `request` names the devices, as "v5e:16x16" or "v5e:16x16,search". Returns the exit code, 0 if
-    the run fits and 1 if not. Raises ConfigError if the request or the configuration is invalid.
+    `request` names the devices, for example "v5e:16x16" or "v5e:16x16,search". Returns the exit
+    code, 0 if the run fits and 1 if not. Raises ConfigError if the request or the configuration is
+    invalid.
     """
     devices, _, option = request.partition(",")
     if option not in ("", "search"):
@@ -58,7 +59,10 @@ def _print_report(config: Config, vocab_size: int, target: Target, program: Prog
 
 
 def planned_vocab_size(config: Config) -> int:
-    """The vocabulary size of a plan, which reads no text: for BPE and words `data.vocab_size`."""
+    """The vocabulary size that the plan assumes, since a plan reads no text.
+
+    The size is `data.vocab_size` for the tokenizers `bpe` and `words`.
+    """
     return ByteTokenizer.vocab_size if config.data.tokenizer == "bytes" else config.data.vocab_size
 
 

@@ -34,7 +34,8 @@ def make_schedule(config: Optimizer, steps: int) -> optax.Schedule:
 def clipped_warmup(config: Optimizer, steps: int) -> int:
     """The number of warm-up steps: `warmup_steps`, but at most `steps` if the schedule decays.
 
-    A constant schedule is not clipped, since its run may be resumed with more steps.
+    The warm-up of a constant schedule is not clipped, because the run may be resumed with more
+    steps.
     """
     return config.warmup_steps if config.schedule == "constant" else min(config.warmup_steps, steps)
 
@@ -45,8 +46,8 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
     The direction is that of AdamW (Loshchilov & Hutter 2019), SGD with Nesterov momentum, or
     Adafactor (Shazeer & Stern 2018). Weight decay applies to matrices only and is scaled by the
     learning rate in all three. Biases do not decay, although the biases of heads have two axes.
-    The axis along which the parameters of all layers are stacked does not count: each layer has
-    its own matrices and vectors.
+    A parameter counts as a matrix if it has two or more axes in one layer: the axis along which
+    the parameters of all layers are stacked is not counted.
     """
     choice = OPTIMIZERS[config.name]
     direction = choice.direction(config)

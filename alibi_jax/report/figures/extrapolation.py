@@ -1,4 +1,4 @@
-"""Does a model hold past the length it was trained at?"""
+"""Does the perplexity of a model hold past its training length?"""
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -56,7 +56,7 @@ def extrapolation(runs: list[Entry], protocol: str) -> Figure:
 
 
 def _rows_by_stride(run: Entry, protocol: str) -> list[tuple[int, list[Entry]]]:
-    """The rows of a protocol by the stride in its name, in order; 0 for a name without one."""
+    """Groups a protocol's rows by stride, in ascending order; 0 if the name has no stride."""
     by_stride: dict[int, list[Entry]] = {}
     for row in run["rows"]:
         if row["protocol"] == protocol:
