@@ -2,8 +2,8 @@
 
 The online softmax of Milakov & Gimelshein 2018 (arXiv 1805.02867). The backward pass recomputes
 each block of scores from the log-sum-exps of the rows (Dao et al. 2022, arXiv 2205.14135, section
-3.1 and algorithm 4). The outer loop is over blocks of queries. The inner loop is over the range of
-key blocks of that query block, which may be traced.
+3.1 and algorithm 4). The outer loop is over blocks of queries. The inner loop is over the key
+blocks of one query block; its bounds may be traced.
 
 d_x is the gradient of x.
 """
@@ -27,8 +27,8 @@ MASKED = float(jnp.finfo(jnp.float32).min)
 class KeyLoopBounds(NamedTuple):
     """The key blocks of each query block: `start` to `stop` - 1.
 
-    The key blocks from `full_start` to `full_stop` - 1 are full: each query sees each key, so that
-    they need no mask.
+    The key blocks from `full_start` to `full_stop` - 1 are full: each query sees each of their
+    keys, so these blocks need no mask.
     """
 
     start: Int[Array, "blocks"]
@@ -63,8 +63,9 @@ class FlashSettings:
     visible: Callable[[TokenMetadata, TokenMetadata], Array | None]
     query_block_size: int
     key_block_size: int
-    # Whether some query block has key blocks to mask before its full blocks, and after them.
+    # Whether any query block has key blocks that need a mask before its full key blocks.
     masked_before: bool
+    # Whether any query block has key blocks that need a mask after its full key blocks.
     masked_after: bool
     dropout_rate: float
 
@@ -152,11 +153,13 @@ def forward_pass(settings: FlashSettings, operands: Operands) -> tuple[Array, Ar
             visible = _visible_in_block(settings, operands, tokens, i, j) if masked else None
             if visible is not None:
                 scores = jnp.where(visible, scores, MASKED)
-            # The maximum starts at MASKED, so it is finite also in a row of biases of -inf.
+            # `row_max` starts at MASKED. So `new_max` is finite even in a row whose biases are all
+            # -inf, and no difference below is NaN.
             new_max = jnp.maximum(row_max, scores.max(axis=-1))
             weights = jnp.exp(scores - new_max[..., None])
             if visible is not None:
-                # In a row that has seen no key yet, all scores are equal: its weights are 1.
+                # In a row that has seen no key yet, all scores equal the maximum, so that all
+                # weights are 1.
                 weights = jnp.where(visible, weights, 0.0)
             rescale = jnp.exp(row_max - new_max)
             row_sum = row_sum * rescale + weights.sum(axis=-1)
@@ -241,9 +244,9 @@ def backward_pass(
             d_query, d_query_features, (d_key, d_value, d_parameters, d_key_features) = carry
             key, value = (take_block(x, j, key_block_size) for x in (operands.key, operands.value))
             key_tokens = take_token_block(operands.key_tokens, j, key_block_size)
-            # Scores are transposed, [s, t], and so are the keys below and d_query, [h, t]. Thus no
-            # product sums over the rows of its first operand, for which CPUs have no fast 16-bit
-            # product.
+            # The scores are transposed to [s, t]; below, the keys are transposed to [h, s] and
+            # d_query to [h, t]. So no product sums over the rows of its first operand: on CPUs such
+            # products are slow in 16 bits.
             scores = _dot("...sh,...th->...st", key, query) * scale
             shape = *query.shape[:-1], key.shape[-2]
             bias_vjp = None

@@ -1,7 +1,8 @@
 """Reach: which blocks of keys can matter to a block of queries, proved from the data.
 
-A linear bias falls without end, while a score is at most |q|·|k|/sqrt(H). Hence all keys beyond
-some distance together weigh less than any given share of a row. docs/attention.md has the proof.
+A linear bias falls without end, while a score is at most |q|·|k|/sqrt(H). Hence, for any given
+share of a row's attention weight, there is a distance such that all keys beyond it together have
+less than that share. docs/attention.md has the proof.
 """
 
 import functools
@@ -30,7 +31,7 @@ class KeyBlocks(NamedTuple):
 
 
 class _RowMetadata(NamedTuple):
-    """Positions and segment ids of the queries and keys of one batch row, or of all."""
+    """Positions and segment ids of queries and keys, for one batch row or for all batch rows."""
 
     query_positions: Int[Array, "*B T"]
     key_positions: Int[Array, "*B S"]
@@ -49,10 +50,11 @@ def reach(
 ) -> KeyBlocks:
     """The key blocks that `attention` has to compute, per batch row, query head and query block.
 
-    A block has `block_size` queries or keys. The keys that are left out have at most
-    `tolerance` of the weight of each row, whatever the data: large norms, or one heavy key far
-    away, only widen the range. With a tolerance of 0, without a linear bias, or with a mask, which
-    may hide a query's own key, only invisible blocks are left out.
+    A block has `block_size` queries or keys. In each row, the keys that are left out together have
+    at most the share `tolerance` of the weight, whatever the data: large norms, or one heavy key
+    far away, only widen the range. In three cases only invisible blocks are left out: with a
+    tolerance of 0, without a linear bias, and with a mask, because a mask may hide a query's own
+    key.
     """
     batch, length, num_heads, _ = query.shape
     key_length, num_kv_heads = key.shape[1:3]
@@ -132,8 +134,8 @@ def _log_weight_bound(
 ) -> Float[Array, "query_blocks key_blocks"]:
     """Upper bound of the logarithm of a key block's weight, relative to a query's own key.
 
-    The greatest bound over the queries of a block; +inf where a query has no key of its own to
-    compare with.
+    The result is the greatest bound over the queries of a block. It is +inf where a query
+    (other than padding) does not see its own key, and where a norm or a score is not finite.
     """
     past, future = slopes
     positions, key_positions = metadata.query_positions, metadata.key_positions
@@ -144,11 +146,13 @@ def _log_weight_bound(
     scale = size**-0.5
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     norms, key_norms = norm_bound(query) * scale, norm_bound(key)
-    # A norm that is not finite bounds nothing. It is found here, not by comparisons that a NaN
-    # makes false: on a CPU, a maximum may lose a NaN (openxla/xla#21461).
+    # A norm that is not finite bounds nothing. The comparison that leaves blocks out would be
+    # false for a NaN, but on a CPU a maximum before it may lose the NaN (openxla/xla#21461). Hence
+    # this test.
     unbounded = _in_blocks(~jnp.isfinite(key_norms), block_size, False).any(axis=1)
     key_norms = jnp.where(jnp.isfinite(key_norms), key_norms, 0.0)
-    # The query's own key, or the key with the nearest index: a query that sees any key sees it.
+    # A query's own key has the query's index, or the nearest index if no key has that index. A
+    # query that sees any key sees its own key.
     own_key = jnp.clip(query_indices, 0, key.shape[0] - 1)
     own_bias = _linear_bias(past, future, key_positions[own_key] - positions)
     own_score = (query * key[own_key]).sum(axis=-1) * scale + own_bias
@@ -158,7 +162,7 @@ def _log_weight_bound(
     norms = jnp.where(jnp.isfinite(norms), norms, 0.0)
     if query_ids is not None and key_ids is not None:
         own_score = jnp.where(query_ids == key_ids[own_key], own_score, -jnp.inf)
-        # A padding query sees nothing, so that no key matters to it. No query sees a padding key.
+        # A padding query sees nothing, so no key matters to it. No query sees a padding key.
         own_score = jnp.where(query_ids == 0, jnp.inf, own_score)
         key_norms = jnp.where(key_ids == 0, 0.0, key_norms)
     norms = _in_blocks(norms * (1.0 + rounding), block_size, 0.0)[:, :, None]
@@ -176,8 +180,9 @@ def _log_weight_bound(
     )
     bias = jnp.where((relative_min <= 0) & (relative_max >= 0), jnp.maximum(bias, 0.0), bias)
     bias += rounding * jnp.abs(bias)
-    # The number of keys with the greatest bias that weigh as much as the block. Where the block
-    # lies wholly before or after the queries, its biases fall with each further key.
+    # The block's weight is at most that of `count` keys that all have the greatest bias. If the
+    # block lies wholly before or wholly after the queries, the biases of its keys fall with the
+    # distance, which lowers `count`.
     block_positions = _in_blocks(key_positions, block_size, None)
     weights_if_before = jnp.exp(
         -jnp.maximum(past, 0.0) * (key_max[:, None] - block_positions).astype(jnp.float32)
@@ -192,7 +197,8 @@ def _log_weight_bound(
 
 def norm_bound(x: Float[Array, "... H"]) -> Float[Array, "..."]:
     """Upper bounds of the Euclidean norms of rows, float32; infinite where squares overflow."""
-    # Numbers whose squares underflow count as the greatest such number.
+    # A bound of what is lost where squares underflow: the norm of a row in which every square is
+    # the least normal number.
     underflow = (x.shape[-1] * float(jnp.finfo(jnp.float32).tiny)) ** 0.5
     return jnp.linalg.norm(x.astype(jnp.float32), axis=-1) + underflow
 
@@ -205,7 +211,7 @@ def _linear_bias(
 
 
 def _in_blocks(x: Array, block_size: int, fill: float | bool | None) -> Array:
-    """`x` as `[blocks, block_size]`, padded with `fill`, or with its last entry if that is None."""
+    """`x` as `[blocks, block_size]`, padded with `fill`, or its last entry if `fill` is None."""
     padding = (0, -x.shape[0] % block_size)
     if fill is None:
         return jnp.pad(x, padding, mode="edge").reshape(-1, block_size)

@@ -42,7 +42,8 @@ def attention_statistics(
 
     The other arguments have the names and meanings of `attention`'s arguments. `num_shards` is
     the number of devices over which batch rows and heads are sharded. Queries are processed in
-    chunks, so that a device holds at most about `MAX_SCORES` scores, or the scores of one query.
+    chunks: a device holds at most about `MAX_SCORES` scores at a time, or the scores of one query
+    per batch row and head if these are more.
     """
     batch, length, num_heads, size = query.shape
     rows_of_scores = -(-batch * num_heads // num_shards)
@@ -52,7 +53,7 @@ def attention_statistics(
 
     def add_chunk(index: Array, sums: AttentionStatistics) -> AttentionStatistics:
         chunk = take_token_block(queries, index, chunk_size)
-        # JAX moves a last chunk that would pass the end back, over queries that were counted.
+        # If the last chunk would pass the end, JAX moves it back, over queries already counted.
         is_new = chunk.indices >= index * chunk_size
         scores = jnp.einsum(
             "btnh,bsnh->bnts",
@@ -70,7 +71,7 @@ def attention_statistics(
         shifted -= shifted.max(axis=-1, keepdims=True)
         weights = jnp.exp(shifted)
         total = weights.sum(axis=-1, keepdims=True)
-        # -log p, which is never negative, so that nothing cancels in the sum.
+        # This is -log p. It is never negative, so nothing cancels in the sum.
         surprise = jnp.where(weights > 0.0, jnp.log(total) - shifted, 0.0)
 
         def sum_of_means(x: Array) -> Array:
@@ -100,12 +101,12 @@ def _sum_by_distance(
     """Sums of scores over the pairs at each distance; the queries are `first`, `first` + 1, ..."""
     batch, heads, rows, length = scores.shape
     width = rows + length
-    # The keys are reversed, and each row is shifted right by one more than the previous row, by
-    # reading the flat array with rows that are one shorter. Then each column is one distance.
+    # The keys are reversed, and row r is shifted right by r entries, so that each column has one
+    # distance. The shift is a reshape: the rows of `width` entries are read as rows of `width` - 1.
     padded = jnp.pad(scores[..., ::-1], ((0, 0), (0, 0), (0, 0), (0, rows)))
     flat = padded.reshape(batch, heads, rows * width)[..., : rows * (width - 1)]
     sums = flat.reshape(batch, heads, rows, width - 1).sum(axis=2)
-    # The first column is the first query with the last key, at distance `first` - (T - 1).
+    # The first column has the distance of the first query and the last key, `first` - (T - 1).
     sums = jnp.pad(sums, ((0, 0), (0, 0), (0, length)))
     return jax.lax.dynamic_slice_in_dim(sums, length - 1 - first, length, axis=2)
 
@@ -113,8 +114,8 @@ def _sum_by_distance(
 def attention_resolution(scores: Float[np.ndarray, "... T"]) -> Float[np.ndarray, "..."]:
     """How well attention distinguishes positions; s[n] is the mean score at distance n < T.
 
-    Σ e^s[n] (e^s[n] − e^s[n+1]) / (Σ e^s[n])², in float64. There is no s[T], so that the sum of
-    the numerator ends at n = T−2. Equal scores, and a single score, have resolution 0.
+    Σ e^s[n] (e^s[n] − e^s[n+1]) / (Σ e^s[n])², in float64. There is no s[T], so the numerator's sum
+    ends at n = T−2. Equal scores have resolution 0, and so has a single score.
 
     Sun et al. 2022 (xPos), arXiv 2212.10554, equation 3.
     """

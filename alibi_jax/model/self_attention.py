@@ -75,8 +75,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KeyValues | RollingCache | None]:
         """The update of the queries' residual stream, in the compute dtype, and the updated cache.
 
-        Without a cache the second result is None. A cache of all keys is written from slot
-        `layout.offset` on before it is read.
+        Without a cache the second result is None. A `KeyValues` cache holds all keys: first the new
+        keys are written to it, from slot `layout.offset` on, then attention reads it.
         """
         query, keys = self._project(x, position, layout)
         if isinstance(cache, RollingCache) and isinstance(bias := position.bias(), LinearBias):

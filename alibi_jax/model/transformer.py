@@ -31,8 +31,8 @@ from alibi_jax.positions import METHODS, make_position_method
 class Transformer(nnx.Module):
     """A causal language model; hidden states and logits are computed by separate calls.
 
-    `train_length` sets the length of a learned position table, the length from which methods are
-    rescaled, and the initial threshold of FIRE. Nothing else depends on it.
+    `train_length` sets three things: the length of a learned position table, the original length in
+    the rescaling `yarn`, and the initial threshold of FIRE. Nothing else depends on it.
     """
 
     def __init__(
@@ -112,12 +112,13 @@ class Transformer(nnx.Module):
     ) -> KVCache | BoundedKVCache:
         """An empty cache for `capacity` tokens per row; `hidden_states_with_cache` fills it.
 
-        A `tolerance` is for models with linear biases only. Each head then keeps only as many of
-        the last keys as it needs so that all other keys have at most that share of a row's
-        attention weight, wherever |q|·K/sqrt(H) − q·k/sqrt(H) is at most `gap` (K: the greatest
-        norm of a key; k: the query's own key; H: head size). No head keeps more than `capacity`
-        keys, and the number of tokens is not limited. The `omitted_share` of the cache is computed
-        from the data and proves whether the gap was wide enough.
+        A `tolerance` is for models with linear biases only. Each head then keeps only its last
+        keys. It keeps just enough of them that the omitted keys together have at most the share
+        `tolerance` of a row's attention weight. This holds for queries q whose own key k satisfies
+        |q|·K/sqrt(H) − q·k/sqrt(H) <= `gap`, where K is the greatest norm of a key and H is the
+        head size. No head keeps more than `capacity` keys, and the number of tokens is not limited.
+        The `omitted_share` of the cache is computed from the data and proves whether the gap was
+        wide enough.
 
         Raises:
             ValueError: if only one of tolerance and gap is given, if either is out of range, or
@@ -164,7 +165,7 @@ class Transformer(nnx.Module):
         )
         hidden = self._normalize(x)
         if isinstance(cache, KVCache):
-            # XLA moves a slice that ends past the last slot back, over earlier slots.
+            # If a written slice would pass the last slot, XLA moves it back, over earlier slots.
             hidden = jnp.where(cache.num_tokens <= cache.capacity, hidden, jnp.nan)
         return hidden, cache._replace(layers=layer_caches)
 

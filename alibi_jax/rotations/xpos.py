@@ -21,11 +21,12 @@ def xpos(
 ) -> tuple[Float[Array, "... T N H"], Float[Array, "... S K H"]]:
     """Queries and keys, rotated and scaled so that scores decay with the distance to the key.
 
-    The results have the dtypes and the layout of `rotary`, and are computed in float32. In the
-    score of query i with key j, pair k of the H/2 pairs is multiplied by ζ_k^((i−j)/scale_base),
-    where ζ_k = (k/(H/2) + γ) / (1 + γ), so the fastest pairs decay fastest. For a key after its
-    query the factor grows instead, at long distances beyond float32's range: the mask must replace
-    its score, not add to it. The paper scales by ζ^(i−j); the authors' code (torchscale) divides
+    The results have the dtypes and the layout of `rotary`, and are computed in float32. The score
+    of query i with key j is a sum over H/2 pairs of features. The term of pair k is multiplied by
+    ζ_k^((i−j)/scale_base), where ζ_k = (k/(H/2) + γ) / (1 + γ), so the pairs that rotate fastest
+    decay fastest. If the key comes after the query, the factor grows with the distance instead, and
+    at long distances the score overflows float32. The mask must therefore replace the scores of
+    such keys, not add to them. The paper scales by ζ^(i−j); the authors' code (torchscale) divides
     the exponent by 512.
 
     Query and key positions are counted from the middle of the row's range, so shifting all
