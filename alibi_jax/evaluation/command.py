@@ -6,7 +6,6 @@ import pathlib
 
 import jax
 
-from alibi_jax.data.builders import open_documents
 from alibi_jax.distributed import processes
 from alibi_jax.evaluation.bootstrap import CONFIDENCE
 from alibi_jax.evaluation.eval_text import EvaluationText, Sample, read_text
@@ -111,6 +110,9 @@ class TextCache:
     def of(self, run: Run) -> tuple[EvaluationText, Sample]:
         """The text of a run and the sample of its targets."""
         options, data = self._options, run.config.data
+        # Imported here: TFDS takes a second, which --help and a wrong flag need not wait for.
+        from alibi_jax.data.builders import open_documents
+
         key = (open_documents(data, options.split).fingerprint, run.tokenizer.fingerprint)
         if key not in self._cache:
             text = read_text(data, options.split, run.tokenizer, options.documents)

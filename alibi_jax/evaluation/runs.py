@@ -11,7 +11,6 @@ import jax
 from alibi_jax.checkpoints import Checkpoints, Metadata
 from alibi_jax.config import Config, Mesh, from_dict
 from alibi_jax.data import tokenizers
-from alibi_jax.data.builders import open_documents
 from alibi_jax.distributed import sharding
 from alibi_jax.model import abstract_model, check_model_fits
 
@@ -75,6 +74,9 @@ def load_run(workdir: pathlib.Path, step: int | None = None, mesh: Mesh | None =
         check_model_fits(config.model, device_mesh)
         graphdef, abstract = abstract_model(config, metadata.vocab_size, device_mesh)
         params = checkpoints.restore(step, params=abstract)["params"]
+    # Imported here: TFDS takes a second, which --help and a wrong flag need not wait for.
+    from alibi_jax.data.builders import open_documents
+
     # A changed folder of text may have moved documents from one split to another.
     if open_documents(config.data, "train").fingerprint != metadata.text:
         raise ValueError(
