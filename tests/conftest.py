@@ -47,25 +47,29 @@ TINY = {
     "checkpoint.every": 5,
 }
 
-# Resident bytes above which a test process drops its compiled programs, so that two processes fit
-# beside other programs into the memory of a laptop.
-MOST_RESIDENT = 2 * 2**30
+# A test process drops its compiled programs when it uses more memory than the limit: two processes
+# have to fit into the memory of a laptop. The limit rises if little is freed, so that the next
+# tests do not compile all over again.
+LEAST_LIMIT, HEADROOM = 2 * 2**30, 3 * 2**28
+limit = LEAST_LIMIT
 
 
 def resident_bytes():
-    """The resident memory of this process; 0 where the system has no /proc."""
+    """The resident memory of this process; 0 if the system has no /proc."""
     statm = pathlib.Path("/proc/self/statm")
     pages = int(statm.read_text().split()[1]) if statm.exists() else 0
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def pytest_runtest_teardown():
-    if resident_bytes() > MOST_RESIDENT:
+    global limit
+    if resident_bytes() > limit:
         jax.clear_caches()
         gc.collect()
         if sys.platform == "linux":
-            # Otherwise glibc keeps the freed memory.
+            # Without this, glibc keeps the memory that is freed.
             ctypes.CDLL(None).malloc_trim(0)
+        limit = max(LEAST_LIMIT, resident_bytes() + HEADROOM)
 
 
 @pytest.fixture
