@@ -1,7 +1,8 @@
 """The choices of the configuration by name, and what the code must know about each choice.
 
 Each choice has one record. The checks of the configuration, the model, the optimizer, the FLOPs and
-the plans read the records here, so a new choice is added in one place.
+the plans read the records here, so a new choice is added here only. A position method also has its
+entry in `positions.METHODS`, which makes it.
 """
 
 import dataclasses
