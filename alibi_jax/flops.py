@@ -50,8 +50,8 @@ def step_flops(config: Config, vocab_size: int) -> Flops:
     """The multiplications and additions of a training step: two per term of a matrix product.
 
     The backward pass has twice the operations of the forward pass. Causal attention computes half
-    of all pairs. The count omits the position methods, and the rarer bands of an adaptive softmax,
-    because their share of the targets depends on the text.
+    of all pairs. The count omits the position methods. It also omits the rarer bands of an
+    adaptive softmax, because the number of targets in these bands depends on the text.
     """
     model, train = config.model, config.train
     tokens = train.batch_size * train.length
@@ -65,7 +65,8 @@ def step_flops(config: Config, vocab_size: int) -> Flops:
     layers, logits = layer * model.num_layers, 2.0 * width * vocabulary_rows(model, vocab_size)
     remat = REMATS[model.remat]
     recomputed = layers * remat.recomputes_projections + attention * remat.recomputes_attention
-    # Chunks of logits are always recomputed. Logits of a single chunk are not, but they are few.
+    # Logits in several chunks are always recomputed. Logits that fit in a single chunk are not
+    # recomputed; they are counted all the same, because they are few.
     products = layers + logits + _band_projections(model, vocab_size)
     return Flops(3 * tokens * products, 3 * tokens * attention, tokens * (recomputed + logits))
 
@@ -80,7 +81,8 @@ def vocabulary_rows(model: Model, vocab_size: int) -> int:
 def _band_projections(model: Model, vocab_size: int) -> float:
     """Operations per token of an adaptive vocabulary's projections.
 
-    All bands have a projection of the input, and all bands but the first one of the output.
+    Every band has a projection at the input. Every band except the first also has a projection at
+    the output.
     """
     if not model.cutoffs:
         return 0.0

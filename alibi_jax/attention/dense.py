@@ -57,8 +57,9 @@ def dense(
     out = jnp.einsum(
         "bkgts,bskh->btkgh", weights.astype(value.dtype), value, preferred_element_type=dtype
     )
-    # A row that sees nothing has a sum of 0. It is divided by 1: a smaller divisor would make its
-    # gradients overflow to NaN, as 0 times an infinite quotient.
+    # A row that sees no key has an output of 0 and a sum of 0. Its output is divided by 1. With a
+    # tiny divisor the gradient would be NaN: it is the output, 0, times 1/divisor², which would
+    # overflow to infinity.
     sees_keys = row_sum > 0.0
     row_sum = jnp.where(sees_keys, row_sum, 1.0)
     log_sum_exp = jnp.where(sees_keys, row_max[..., 0] + jnp.log(row_sum), -jnp.inf)

@@ -23,8 +23,9 @@ def t5_buckets(
     In each direction half of the buckets hold one distance each. The sizes of the others grow
     logarithmically up to `max_distance`, and the last bucket holds all larger distances.
 
-    Raises ValueError unless there are at least 2 buckets for each direction, the same number for
-    both, and `max_distance` is larger than the distances with a bucket of their own.
+    Raises ValueError if a direction would have fewer than 2 buckets, if the two directions would
+    have different numbers of buckets, or if `max_distance` is not above the number of buckets that
+    hold one distance each in a direction.
 
     Raffel et al. 2020 (T5), section 2.1, and `_relative_position_bucket` of its code.
     """

@@ -80,7 +80,10 @@ class Checkpoints:
         return None if latest is None else latest.step
 
     def check_step(self, step: int | None) -> int:
-        """Returns `step`, or the latest step for None. Raises CheckpointError if there is none."""
+        """Returns `step`, or the latest step if `step` is None.
+
+        Raises CheckpointError if there is no complete checkpoint, or none of this step.
+        """
         steps = [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
         if not steps:
             raise CheckpointError(f"{self.path}: no complete checkpoint yet; train first")

@@ -107,9 +107,10 @@ def _attention(evaluation: RunEvaluation, length: int) -> dict[str, Any]:
 def _gain(
     evaluation: RunEvaluation, lengths: list[int], judge: RunEvaluation
 ) -> dict[str, Any] | None:
-    """The gain from the training length, or else the shortest of `lengths`, to the longest.
+    """The gain from a short length to the longest of `lengths`; None if these are the same.
 
-    None where the two are the same length.
+    The short length is the training length if `lengths` contains it, and the shortest of `lengths`
+    if not.
     """
     train_length = evaluation.run.config.train.length
     short = train_length if train_length in lengths else min(lengths, default=0)

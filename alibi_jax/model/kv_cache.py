@@ -76,10 +76,12 @@ class KVCache(NamedTuple):
 
 
 class BoundedKVCache(NamedTuple):
-    """The keys and values of the recent tokens that the slope of each head makes relevant.
+    """A cache in which each head keeps the keys and values of recent tokens only.
 
-    The cache takes any number of tokens. `num_tokens` is their number so far with padding, and
-    `row_lengths` the number of tokens of each row without padding.
+    The slope of a head gives older tokens a negligible weight: the steeper the slope, the fewer
+    tokens the head keeps. The cache takes any number of tokens. `num_tokens` is
+    their number so far with padding, and `row_lengths` the number of tokens of each row without
+    padding.
     """
 
     layers: tuple[RollingCache, ...]
@@ -88,7 +90,7 @@ class BoundedKVCache(NamedTuple):
 
     @property
     def omitted_share(self) -> Float[Array, "B"]:
-        """An upper bound of the attention weight that any token of a row lost to omitted keys.
+        """For each row, an upper bound on the attention weight that omitted keys would have.
 
         It is the maximum over all tokens so far, all layers and all heads.
         """
@@ -145,8 +147,10 @@ def init_bounded_kv_cache(
 ) -> BoundedKVCache:
     """An empty cache with at most `capacity` slots per head, for layers with these slopes.
 
-    `kv_shape` is (number of key heads, head size). The number of slots follows from `gap` and
-    `tolerance` (`rolling_cache.reach_length`).
+    `kv_shape` is (number of key heads, head size). `gap` is the most by which the score of an old
+    key, without its bias, is expected to exceed the score of the query's own key. `tolerance` is
+    the largest attention weight that all omitted keys together may have. Both, and the slopes,
+    set the number of slots (`rolling_cache.reach_length`).
     """
     num_kv_heads, head_size = kv_shape
     layers = tuple(

@@ -140,7 +140,8 @@ def activation_bytes(trainer: Trainer, batch: jax.ShapeDtypeStruct) -> int:
         return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     rows = batch.shape[0] // trainer.config.train.accumulation
-    # The residuals include the parameters, whatever the number of rows: the difference omits them.
+    # The residuals include the parameters, whatever the number of rows. The difference between the
+    # residuals of 2 · rows and of rows, returned below, therefore omits the parameters.
     # Activations are sharded along batch and sequence. Those of heads and of the feed-forward
     # network are sharded further, which is not counted.
     shards = axis_size(trainer.mesh, "batch") * axis_size(trainer.mesh, "sequence")

@@ -42,8 +42,8 @@ def report(
         _bytes("temporary arrays in training", program.temporary_bytes),
         _bytes("  gradients, float32", gradients),
         _bytes("  activations for the backward pass, at most", program.activation_bytes),
-        # For a small model XLA keeps fewer activations in this memory than counted, and some in
-        # on-chip memory instead. Then there is no rest to show.
+        # For a small model XLA keeps fewer activations than `activation_bytes` counts, and keeps
+        # some of them in on-chip memory, which is not listed here. Then there is no rest to show.
         *([_bytes("  the rest: gathered weights, logits, buffers", rest)] if rest > 0 else []),
         _bytes("temporary arrays in evaluation", program.evaluation_bytes),
         _bytes("peak", program.peak_bytes),
@@ -97,7 +97,9 @@ def _times(config: Config, target: Target, model_flops: float, estimate: Rooflin
             f"{tokens / seconds * 86400 / 1e9:,.1f} billion tokens per day, "
             f"{config.train.steps * seconds / 86400:,.2f} days for {config.train.steps:,} steps"
         )
-    lines.append("  A real step takes longer than the first time, and possibly than the second.")
+    lines.append(
+        "  A real step takes longer than the first of these times, and possibly than the second."
+    )
     return lines
 
 

@@ -84,7 +84,8 @@ class Learned(PositionMethod):
 
         Raises:
             ValueError: when a position is past the end of the table and is known while tracing.
-                A position that is not known then gives NaN, never the row of another position.
+                A position past the end that is not known while tracing raises no error: it gives
+                NaN, never the row of another position.
         """
         table = self.table[...]
         length = positions.shape[-1]

@@ -102,9 +102,9 @@ def yarn_frequencies(
     the training length. For r above `beta_fast` the pair keeps its frequency. For r below
     `beta_slow` the frequency is divided by `factor`. In between it is a mixture of both that is
     linear in r. The authors' code differs: its mixture is linear in the index of the pair, that
-    is in log r, and both limits are rounded outwards to whole pairs. Use it together with
-    `yarn_temperature`. Raises ValueError for a factor or a training length below 1, or a
-    `beta_slow` that is not below `beta_fast`.
+    is in log r, and both limits are rounded outwards to whole pairs. YaRN uses these
+    frequencies together with `yarn_temperature`. Raises ValueError for a factor or a
+    training length below 1, or a `beta_slow` that is not below `beta_fast`.
 
     Peng et al. 2023 (YaRN), section 3.2, equations 17 and 18 and definition 2.
     """

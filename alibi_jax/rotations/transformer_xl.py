@@ -17,7 +17,7 @@ def transformer_xl(
     position_bias: Float[Array, "N H"],
     kernel: Float[Array, "D N H"],
 ) -> tuple[Float[Array, "... T N H+D"], Float[Array, "... S K H+D"]]:
-    """Queries and keys with D more features, for which plain attention is Transformer-XL's.
+    """Adds D features to queries and keys, so that plain attention has Transformer-XL's scores.
 
     The paper's score of query i and key j is
     ((q_i + u) · k_j + (q_i + v) · W R_(i−j)) / sqrt(H). Here u is `content_bias`, v is

@@ -44,8 +44,8 @@ def launch(
 ) -> Any:
     """Runs a kernel over a grid and returns its outputs.
 
-    `origin` holds the index of the first row, the index of the first query block, and the index
-    among the keys of query 0. `aliases` maps an input to the output that is written over it.
+    `origin` holds the index of the first row, the index of the first query block, and the position
+    of query 0 counted from key 0. `aliases` maps an input to the output that is written over it.
     `features` is the number of multiplications per score.
     """
     groups, capacity = grid.packed_steps.shape

@@ -1,4 +1,4 @@
-"""All figures of a report: perplexity for each protocol, and one for each further question."""
+"""All figures of a report: a perplexity figure per protocol, and the figures of `FIGURES`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,13 +32,14 @@ FIGURES = {
         split,
         question="Where does the gain from longer inputs come from?",
         caption=(
-            "Bars above 0 lower the loss, bars below 0 raise it. The hatched part "
-            "comes from fewer targets early in their window, the plain part from "
-            "longer context. The diamond is the total gain, with its interval. Where "
-            "the early token curse is negative, the loss with the whole context is "
-            "higher than in non-overlapping windows, where most targets see less "
-            "context. The hatched part then does not measure early tokens, but how "
-            "much of the higher loss the windows hide."
+            "Bars above 0 lower the loss, bars below 0 raise it. The hatched part is "
+            "the gain because fewer targets are early in their window. The plain part "
+            "is the gain from longer context. The diamond is the total gain, with its "
+            "interval. In non-overlapping windows most targets see less than the whole "
+            "context. The early token curse is the loss in these windows minus the "
+            "loss with the whole context. If it is negative, the whole context raises "
+            "the loss. The hatched part then does not measure early tokens, but the "
+            "part of this increase that the windows avoid."
         ),
     ),
     "position_curve": FigureSpec(
@@ -55,8 +56,9 @@ FIGURES = {
         question="Does attention still distinguish near keys from far keys?",
         caption=(
             "Attention resolution by length (Sun et al. 2022, equation 3): how much "
-            "the attention weight falls from one key to the next, averaged with the "
-            "attention weights. Thick lines: the models. Thin lines: their layers."
+            "the attention weight falls from one key to the next, as a mean over the "
+            "keys weighted by their attention weights. Thick lines: the models. Thin "
+            "lines: their layers."
         ),
     ),
 }
