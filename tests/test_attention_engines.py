@@ -586,7 +586,7 @@ def test_an_engine_that_cannot_serve_is_refused_by_name(engine):
             {"query_segment_ids": ONES, "key_segment_ids": ONES},
             "causal self-attention of one segment",
         ),
-        ({"bias": LinearBias(jnp.array([1.0, 200.0]))}, "slopes up to 200 .* blockwise"),
+        ({"bias": LinearBias(jnp.array([1.0, 200.0]))}, "slopes up to 200 .* 'blockwise'"),
     ],
 )
 def test_folding_refuses_what_it_cannot_serve(kwargs, message):
