@@ -32,7 +32,7 @@ from alibi_jax.biases import (
 )
 
 if TYPE_CHECKING:
-    from alibi_jax.flax_attention import alibi_attention_fn
+    from alibi_jax.flax_attention import alibi_attention_fn as alibi_attention_fn
 
 __version__ = "0.2.0"
 
@@ -43,7 +43,6 @@ __all__ = [
     "LinearBias",
     "__version__",
     "alibi_attention",
-    "alibi_attention_fn",
     "alibi_bias",
     "alibi_bias_at",
     "alibi_slopes",
@@ -65,9 +64,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on demand, because nothing else here needs Flax.
+    # Not in `__all__`, and imported only when it is asked for: the core is installed without Flax.
     if name == "alibi_attention_fn":
-        from alibi_jax.flax_attention import alibi_attention_fn
-
+        try:
+            from alibi_jax.flax_attention import alibi_attention_fn
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "alibi_jax.alibi_attention_fn is for Flax's attention modules: pip install flax"
+            ) from error
         return alibi_attention_fn
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -103,7 +103,7 @@ def bias(request):
 
 
 def test_every_bias_is_imported_from_the_package():
-    others = {"__version__", "alibi_attention", "alibi_attention_fn"}
+    others = {"__version__", "alibi_attention"}
     assert set(alibi_jax.__all__) == set(biases.__all__) | others
     assert all(getattr(alibi_jax, name) is getattr(biases, name) for name in biases.__all__)
 

@@ -20,6 +20,7 @@ from alibi_jax.config import (
 )
 from alibi_jax.data.builders import _FROM_PATH
 from alibi_jax.data.tokenizers import _KINDS
+from alibi_jax.model.layer import NORMS
 from alibi_jax.positions import METHODS
 
 SECTIONS = [field.name for field in dataclasses.fields(Config)]
@@ -50,6 +51,15 @@ def refusal(config):
     assert message is not None
     assert "\n" not in message
     return message
+
+
+def test_every_norm_can_be_made():
+    assert NORMS.keys() == set(configs.NORMS)
+
+
+def test_every_rescaling_of_a_method_can_be_chosen():
+    named = {name for choice in configs.POSITIONS.values() for name in choice.rescalings}
+    assert set(configs.RESCALINGS) == named | {"none"}
 
 
 def test_the_defaults_are_accepted():

@@ -1,5 +1,6 @@
 """What is installed with the package, what it imports, and what a type checker sees of it."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import alibi_jax
+from alibi_jax.attention import api
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -80,6 +82,22 @@ def test_flax_attention_is_on_the_face_and_imported_when_asked_for():
     assert done.stdout == "alibi_jax.flax_attention\n", done.stderr
     with pytest.raises(AttributeError, match="no attribute 'alibi_bais'"):
         alibi_jax.alibi_bais  # noqa: B018
+
+
+def test_without_flax_the_error_names_the_remedy():
+    code = (
+        "import sys; sys.modules['flax'] = None\n"
+        "from alibi_jax import *\n"
+        "from alibi_jax import alibi_attention_fn"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.endswith("for Flax's attention modules: pip install flax\n")
+
+
+def test_a_type_checker_knows_every_option_of_attention():
+    options = dict(inspect.signature(api.attention).parameters)
+    named = {name for name, option in options.items() if option.kind is option.KEYWORD_ONLY}
+    assert named == api._Options.__annotations__.keys() | {"return_residual"}
 
 
 def test_a_type_checker_sees_the_types(tmp_path):

@@ -1,8 +1,9 @@
 """The choices of the configuration by name, and what the code must know about each choice.
 
-Each choice has one record. The checks of the configuration, the model, the optimizer, the FLOPs and
-the plans read the records here, so a new choice is added here only. A position method also has its
-entry in `positions.METHODS`, which makes it.
+Activations, rematerialisations, optimizers and schedules have their only record here, which the
+checks of the configuration, the model, training, the FLOPs and the plans read. The other choices
+have here what the checks need, and their objects where they belong: `positions.METHODS`,
+`model.layer.NORMS`, `data.builders` and `data.tokenizers`. Tests compare the names.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ POSITIONS = {
 # The position methods that each rescaling applies to.
 RESCALINGS: dict[str, tuple[str, ...]] = {"none": tuple(POSITIONS)} | {
     rescaling: tuple(name for name, choice in POSITIONS.items() if rescaling in choice.rescalings)
-    for rescaling in ("linear", "ntk", "yarn")
+    for rescaling in dict.fromkeys(r for choice in POSITIONS.values() for r in choice.rescalings)
 }
 
 
@@ -123,4 +124,30 @@ DTYPES = ("float32", "bfloat16", "float16")
 # The datasets that are read from `data.path`.
 FROM_PATH = ("text", "wikitext")
 TOKENIZERS = ("bytes", "bpe", "words")
-SCHEDULES = ("cosine", "linear", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleChoice:
+    """A learning-rate schedule after the warm-up."""
+
+    # Makes the schedule from the section `optimizer` and the number of steps after the warm-up.
+    make: Callable[[Any, int], optax.Schedule]
+    # A schedule that decays depends on the last step of the run.
+    decays: bool = True
+
+
+SCHEDULES = {
+    "cosine": ScheduleChoice(
+        lambda config, steps: optax.cosine_decay_schedule(
+            config.learning_rate, steps, config.final_fraction
+        )
+    ),
+    "linear": ScheduleChoice(
+        lambda config, steps: optax.linear_schedule(
+            config.learning_rate, config.learning_rate * config.final_fraction, steps
+        )
+    ),
+    "constant": ScheduleChoice(
+        lambda config, steps: optax.constant_schedule(config.learning_rate), decays=False
+    ),
+}

@@ -40,7 +40,7 @@ class Data(Section):
     # "words" is for text that is already split into words, as WikiText's is.
     tokenizer: str = choice("bytes", TOKENIZERS)
     # Tokens in the vocabulary of "bpe", the separator included. "words" has one token for each
-    # word of the text; a plan, which reads no text, takes this number for it.
+    # word of the text. A plan reads no text, so it assumes this size for "words".
     vocab_size: int = number(8192, least=257)
 
 
@@ -84,8 +84,9 @@ class Model(Section):
     # before. Empty: one table for all tokens.
     adaptive_cutoffs: str = ""
     adaptive_factor: int = number(4, least=1)
-    # Dropout rates: of the residual stream, of attention weights, of the feed-forward layer's
-    # activations, and before the adaptive softmax.
+    # Dropout rates. `dropout` is for the residual stream, `attention_dropout` for attention
+    # weights, `activation_dropout` for the activations of the feed-forward layers, and
+    # `adaptive_dropout` for the inputs of the adaptive softmax.
     dropout: float = number(0.0, least=0, below=1)
     attention_dropout: float = number(0.0, least=0, below=1)
     activation_dropout: float = number(0.0, least=0, below=1)
@@ -126,7 +127,8 @@ class Optimizer(Section):
     name: str = choice("adamw", OPTIMIZERS)
     learning_rate: float = number(2e-3, least=0)
     schedule: str = choice("cosine", SCHEDULES)
-    # Steps over which the learning rate rises; at most `train.steps` where the schedule decays.
+    # Steps over which the learning rate rises. If the schedule decays, more steps than
+    # `train.steps` are clipped to that.
     warmup_steps: int = number(50, least=0)
     # The learning rate at the last step, as a share of `learning_rate`.
     final_fraction: float = number(0.1, least=0, most=1)
@@ -171,11 +173,11 @@ class Checkpoint(Section):
 class Mesh(Section):
     """Devices along each axis of the mesh; -1: all devices that the other axes leave."""
 
-    # Splits the rows of a batch.
+    # Shards the rows of a batch.
     data: int = -1
-    # Splits the rows of a batch, and parameters and optimizer state, which are gathered for use.
+    # Shards the rows of a batch, and parameters and optimizer state, which are gathered for use.
     fsdp: int = 1
-    # Splits the positions of a sequence.
+    # Shards the positions of a sequence.
     context: int = 1
-    # Splits heads, feed-forward features and the vocabulary.
+    # Shards heads, feed-forward features and the vocabulary.
     tensor: int = 1

@@ -1,8 +1,8 @@
 """The device mesh, and the table from logical axes to mesh axes.
 
-All other code refers to logical axes only. The axes of the mesh have the names of the keys in the
-section `mesh` of the configuration. `LOGICAL_AXIS_RULES` says which mesh axes shard each logical
-axis.
+The axes of the mesh have the names of the keys in the section `mesh` of the configuration.
+`LOGICAL_AXIS_RULES` says which mesh axes shard each logical axis. All other code refers to logical
+axes only, except for plans, which suggest values for the keys of `mesh`.
 """
 
 import dataclasses

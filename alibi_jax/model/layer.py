@@ -21,6 +21,8 @@ from alibi_jax.model.self_attention import Attention
 from alibi_jax.model.token_layout import TokenLayout
 from alibi_jax.positions import PositionMethod
 
+NORMS: dict[str, Any] = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}
+
 
 class FeedForward(nnx.Module):
     """A feed-forward network: two projections with an activation between them, gated or not."""
@@ -100,5 +102,6 @@ def make_norm(config: configs.Model, rngs: nnx.Rngs) -> Any:
 
     Therefore the gradient of its scale, a sum over all tokens and devices, is summed in float32.
     """
-    kind = nnx.LayerNorm if config.norm == "layernorm" else nnx.RMSNorm
-    return kind(config.width, epsilon=config.norm_epsilon, dtype=jnp.float32, rngs=rngs)
+    return NORMS[config.norm](
+        config.width, epsilon=config.norm_epsilon, dtype=jnp.float32, rngs=rngs
+    )

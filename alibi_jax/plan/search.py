@@ -64,7 +64,7 @@ def candidate_meshes(config: Config, target: Target) -> list[Mesh]:
             data = rest // fsdp
             if data % slices:
                 continue
-            mesh = Mesh(data, fsdp, context, tensor)
+            mesh = Mesh(data=data, fsdp=fsdp, context=context, tensor=tensor)
             with contextlib.suppress(ConfigError):
                 check_fits(config, sharding.make_mesh(mesh, devices=target.devices))
                 meshes.append(mesh)

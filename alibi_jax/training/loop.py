@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from alibi_jax.checkpoints import Checkpoints, Metadata
-from alibi_jax.config import Config, ConfigError, flatten, from_dict
+from alibi_jax.config import SCHEDULES, Config, ConfigError, flatten, from_dict
 from alibi_jax.data.builders import open_documents
 from alibi_jax.data.token_streams import token_stream
 from alibi_jax.data.tokenizers import Tokenizer, make_tokenizer
@@ -41,8 +41,8 @@ def check_same_config(saved: Metadata, config: Config, workdir: pathlib.Path) ->
     """Raises ConfigError if the run in `workdir` has another configuration than this one."""
     before, now = flatten(from_dict(saved.config)), flatten(config)
     # Only a decaying schedule depends on its last step.
-    constant = now["optimizer.schedule"] == "constant"
-    changeable = _CHANGEABLE_KEYS + (("train.steps",) if constant else ())
+    decays = SCHEDULES[now["optimizer.schedule"]].decays
+    changeable = _CHANGEABLE_KEYS + (() if decays else ("train.steps",))
     for key, value in now.items():
         if before[key] != value and not key.startswith(changeable):
             raise ConfigError(

@@ -8,7 +8,7 @@ import optax
 from jaxtyping import Array
 
 from alibi_jax.checkpoints.migrations import dotted_name
-from alibi_jax.config import OPTIMIZERS, Optimizer
+from alibi_jax.config import OPTIMIZERS, SCHEDULES, Optimizer
 from alibi_jax.model.layer_stack import is_stacked
 
 
@@ -18,14 +18,7 @@ def make_schedule(config: Optimizer, steps: int) -> optax.Schedule:
     The decay ends at `learning_rate * final_fraction` on step `steps`.
     """
     peak, warmup = config.learning_rate, clipped_warmup(config, steps)
-    decay_steps = max(1, steps - warmup)
-    after: optax.Schedule
-    if config.schedule == "cosine":
-        after = optax.cosine_decay_schedule(peak, decay_steps, config.final_fraction)
-    elif config.schedule == "linear":
-        after = optax.linear_schedule(peak, peak * config.final_fraction, decay_steps)
-    else:
-        after = optax.constant_schedule(peak)
+    after = SCHEDULES[config.schedule].make(config, max(1, steps - warmup))
     # The first rate is peak/(warmup+1) and not 0, so that the first step changes parameters.
     ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     return optax.join_schedules([ramp, after], [warmup]) if warmup else after
@@ -37,7 +30,8 @@ def clipped_warmup(config: Optimizer, steps: int) -> int:
     The warm-up of a constant schedule is not clipped, because the run may be resumed with more
     steps.
     """
-    return config.warmup_steps if config.schedule == "constant" else min(config.warmup_steps, steps)
+    decays = SCHEDULES[config.schedule].decays
+    return min(config.warmup_steps, steps) if decays else config.warmup_steps
 
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
