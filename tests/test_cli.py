@@ -76,7 +76,7 @@ def finish(process):
     # A log has whole lines only: nothing returns to the start of one, or moves up.
     assert "\r" not in err
     assert "\x1b" not in err
-    lines = err.splitlines()
+    lines = [line.strip() for line in err.splitlines()]
     return process.returncode, out, [x for x in lines if x and not PROGRESS.search(x)]
 
 
