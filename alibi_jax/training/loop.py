@@ -136,7 +136,8 @@ def _latest_metadata(workdir: pathlib.Path) -> Metadata | None:
 
 @dataclasses.dataclass(frozen=True)
 class _TrainingData:
-    fingerprint: str  # Of the training text.
+    # Identifies the training text.
+    fingerprint: str
     tokenizer: Tokenizer
     tokens: np.ndarray
     validation_tokens: np.ndarray | None
