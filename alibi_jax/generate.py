@@ -88,7 +88,7 @@ def generate(
         gap=None if cache_tolerance is None else cache_gap,
     )
     logits, cache = prefill(graphdef, state, tokens, token_mask, cache)
-    new_tokens, cache = decode(
+    new_tokens, cache = generate_tokens(
         graphdef,
         state,
         cache,
@@ -126,7 +126,7 @@ def prefill(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 8, 9), donate_argnums=2)
-def decode(
+def generate_tokens(
     graphdef: Any,
     state: Any,
     cache: KVCache | BoundedKVCache,

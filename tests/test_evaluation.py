@@ -27,7 +27,7 @@ from alibi_jax.evaluation import (
     read_text,
 )
 from alibi_jax.evaluation.command import TextCache
-from alibi_jax.evaluation.protocols import PROTOCOLS, ProtocolRecord, check_strides
+from alibi_jax.evaluation.protocols import PROTOCOLS, ProtocolSpec, check_strides
 from alibi_jax.evaluation.rescaling import UNSCALED, Rescaling
 from alibi_jax.evaluation.row_metrics import early_token_costs, position_curve
 from alibi_jax.evaluation.runs import find_workdirs
@@ -632,7 +632,7 @@ def test_a_new_protocol_needs_one_record_alone(evaluated, monkeypatch):
     def halves(text, sample, length, stride, bos):
         return evaluation_windows(text.bounds, length // 2, length // 2, bos)
 
-    monkeypatch.setitem(PROTOCOLS, "halves", ProtocolRecord("halves", "windows of L / 2", halves))
+    monkeypatch.setitem(PROTOCOLS, "halves", ProtocolSpec("halves", "windows of L / 2", halves))
     entry = evaluated([2 * LENGTH, LENGTH], protocols="halves,nonoverlapping")
     whole = {row["length"]: row for row in rows_of(entry, "nonoverlapping")}
     long, short = rows_of(entry, "halves")

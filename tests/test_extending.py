@@ -78,8 +78,9 @@ def run(root, *command):
 def trained(extended):
     flags = {
         "data.dataset": "pydoc",
-        "model.position": "root",
-        "model.num_layers": 1,
+        "model.position": "root,rotary",
+        "model.activation": "reglu",
+        "model.num_layers": 2,
         "model.width": 16,
         "model.num_heads": 2,
         "optimizer.name": "lion",
@@ -104,6 +105,8 @@ def test_the_table_counts_files_and_lines():
     """Lines that hold something, by recipe."""
     for title, row in (
         ("A position method", "a position method"),
+        ("An activation", "an activation"),
+        ("A rescaling", "a rescaling"),
         ("An optimizer", "an optimizer"),
         ("A dataset", "a dataset"),
         ("An evaluation protocol", "an evaluation protocol"),
@@ -155,6 +158,21 @@ def test_the_new_loss_term_is_in_the_loss(extended):
     assert float(run(extended, "-c", LOSS)) == pytest.approx(0.5, abs=1e-3)
 
 
+GATED = """
+from alibi_jax.config import Config, Model
+from alibi_jax.flops import step_flops
+
+def flops(activation):
+    return step_flops(Config(model=Model(activation=activation)), 256).model
+
+print(flops("reglu") - flops("swiglu"), flops("reglu") > flops("relu"))
+"""
+
+
+def test_the_new_activation_is_gated_in_the_flops(extended):
+    assert run(extended, "-c", GATED).split() == ["0.0", "True"]
+
+
 DECODE = """
 import pathlib, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -180,7 +198,9 @@ def test_the_new_method_decodes_exactly(extended, trained):
 def test_the_new_protocol_and_figure_are_in_the_report(extended, trained):
     flags = "--lengths=1x,2x", "--protocols=nonoverlapping,first", "--attention=", "--targets=64"
     out = run(extended, "eval.py", f"--workdir={trained}", *flags)
-    assert re.search(r"^runs/tiny\s+root\s+32\s+first ", out.replace(f"{extended}/", ""), re.M)
+    assert re.search(
+        r"^runs/tiny\s+root,rotary\s+32\s+first ", out.replace(f"{extended}/", ""), re.M
+    )
     results = json.loads((trained / "eval/results.json").read_text())
     (entry,) = results["runs"]
     first = [row for row in entry["rows"] if row["protocol"] == "first"]
@@ -190,6 +210,19 @@ def test_the_new_protocol_and_figure_are_in_the_report(extended, trained):
     for name in ("extrapolation_first", "bits_per_byte"):
         assert (trained / "eval" / f"{name}.png").is_file()
         assert f'id="{name}' in (trained / "eval/report.html").read_text()
+
+
+def test_the_new_rescaling_changes_long_inputs_alone(extended, trained):
+    out = extended / "rescaled"
+    flags = "--lengths=1x,4x", "--protocols=nonoverlapping", "--attention=", "--targets=64"
+    rescalings = f"--workdir={trained}", f"--out={out}", "--rescalings=none,sqrt,linear"
+    run(extended, "eval.py", *rescalings, *flags)
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    nll = {
+        (entry["rescaling"], row["length"]): row["nll"] for entry in runs for row in entry["rows"]
+    }
+    assert nll["sqrt", 32] == nll["none", 32]
+    assert len({nll[rescaling, 128] for rescaling in ("none", "sqrt", "linear")}) == 3
 
 
 PLAN = """

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from alibi_jax.config import POSITIONS, Model
 from alibi_jax.data.tokenizers import ByteTokenizer
-from alibi_jax.generate import decode, generate, nucleus, prefill
+from alibi_jax.generate import generate, generate_tokens, nucleus, prefill
 from alibi_jax.model import Transformer
 from alibi_jax.positions.biased import Alibi
 
@@ -63,11 +63,11 @@ def assert_greedy(model, prompts, generated):
 def test_prompts_of_many_lengths_compile_once(compiled):
     model = make()
     prefill.clear_cache()
-    decode.clear_cache()
+    generate_tokens.clear_cache()
     together = generate(model, PROMPTS, 64)
     assert {len(row) for row in together} == {64}
     assert generate(model, PROMPTS[::-1], 64) == together[::-1]
-    assert compiled.count("prefill") == compiled.count("decode") == 1
+    assert compiled.count("prefill") == compiled.count("generate_tokens") == 1
     assert_greedy(model, PROMPTS, together)
 
 

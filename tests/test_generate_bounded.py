@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from alibi_jax.config import Model
-from alibi_jax.generate import decode, generate, prefill
+from alibi_jax.generate import generate, generate_tokens, prefill
 from alibi_jax.model import Transformer
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -180,10 +180,10 @@ OPTIONS = {"cache_tolerance": NEGLIGIBLE, "cache_gap": 10.0}
 def test_generates_the_same_and_compiles_once(compiled):
     model = make()
     prefill.clear_cache()
-    decode.clear_cache()
+    generate_tokens.clear_cache()
     bounded = generate(model, PROMPTS, 80, **OPTIONS)
     assert generate(model, PROMPTS[::-1], 80, **OPTIONS) == bounded[::-1]
-    assert compiled.count("prefill") == compiled.count("decode") == 1
+    assert compiled.count("prefill") == compiled.count("generate_tokens") == 1
     assert generate(model, PROMPTS, 80) == bounded
 
 
@@ -211,7 +211,7 @@ def test_what_comes_after_a_stop_does_not_count():
         logits, cache = prefill(graphdef, params, tokens, np.ones((4, 5), bool), cache)
         keys = jax.random.split(jax.random.key(0), 4)
         options = jnp.float32(0.0), jnp.float32(1.0), jnp.int32(stop_token), 80, False
-        return decode(graphdef, params, cache, logits, keys, *options)
+        return generate_tokens(graphdef, params, cache, logits, keys, *options)
 
     new, cache = run(-1)
     assert (cache.omitted_share > 0).all()

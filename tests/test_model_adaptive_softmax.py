@@ -211,7 +211,7 @@ def test_initial_rows_of_the_other_bands_classes_are_uniform():
 
 
 def test_only_chunks_with_targets_of_a_band_are_computed(monkeypatch):
-    """Of 24 tokens, the loops compute only those of the second and of the third band."""
+    """The loops compute only the targets of the second and third bands, of 24 tokens in all."""
     monkeypatch.setattr(losses, "MAX_CHUNK_LOGITS", 4 * ROW_MULTIPLE)
     vocabulary, (hidden, tokens) = make(adaptive_cutoffs="5,13"), hidden_and_tokens()
     computed = []

@@ -179,7 +179,7 @@ def test_every_question_that_has_numbers_has_its_figure(count):
         "extrapolation",
         "extrapolation_sliding",
         "extrapolation_fixed",
-        "split",
+        "decomposition",
         "position_curve",
         "resolution",
     ]
@@ -192,14 +192,14 @@ def test_what_was_not_measured_is_left_out(six):
         warnings.simplefilter("error")
         assert list(figures.draw(made_up.results(six))) == ["extrapolation"]
         assert figures.resolution([six[0] | {"attention": errors}]) is None
-        assert figures.split([one_length]) is None
+        assert figures.decomposition([one_length]) is None
         for figure in figures.draw(made_up.results([one_length, six[1]])).values():
             figure.draw_without_rendering()
 
 
 def test_the_bars_of_a_gain_are_its_parts():
     run = made_up.run("none")
-    figure = figures.split([run])
+    figure = figures.decomposition([run])
     (axes,) = figure.axes
     entries = run["decomposition"]["lengths"][1:]
     heights = [[bar.get_height() for bar in bars] for bars in axes.containers if len(bars) == 1]
@@ -214,7 +214,7 @@ def test_the_bars_of_a_gain_are_its_parts():
 
 def test_parts_of_one_sign_stand_on_each_other():
     run = made_up.run("alibi")
-    (axes,) = figures.split([run]).axes
+    (axes,) = figures.decomposition([run]).axes
     early, context = [bars[0] for bars in axes.containers if len(bars) == 1][:2]
     assert (early.get_y(), context.get_y()) == (0.0, early.get_height())
 
@@ -223,11 +223,11 @@ def test_a_gain_without_an_interval_is_drawn():
     run = made_up.run("alibi")
     for entry in run["decomposition"]["lengths"]:
         entry["gain"] |= {"low": None, "high": None}
-    figures.split([run]).draw_without_rendering()
+    figures.decomposition([run]).draw_without_rendering()
 
 
 def test_a_run_that_explodes_leaves_the_others_visible_and_says_so():
-    figure = figures.split([made_up.run("alibi"), made_up.run("rotary")])
+    figure = figures.decomposition([made_up.run("alibi"), made_up.run("rotary")])
     alibi, rotary = figure.axes
     low, high = alibi.get_ylim()
     assert high - low < 0.5
@@ -237,7 +237,7 @@ def test_a_run_that_explodes_leaves_the_others_visible_and_says_so():
 
 
 def test_similar_runs_share_their_y_axis():
-    figure = figures.split([made_up.run("rotary"), made_up.run("sinusoidal")])
+    figure = figures.decomposition([made_up.run("rotary"), made_up.run("sinusoidal")])
     assert "its own" not in figure.get_suptitle()
     assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
 
@@ -295,7 +295,7 @@ def test_long_names_leave_the_axes_their_room(extra):
 def test_a_length_below_the_base_has_no_bars():
     run = made_up.run("alibi")
     run["decomposition"]["base"] = 1024
-    (axes,) = figures.split([run]).axes
+    (axes,) = figures.decomposition([run]).axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["2,048", "4,096"]
     run["decomposition"]["base"] = 4096
-    assert figures.split([run]) is None
+    assert figures.decomposition([run]) is None

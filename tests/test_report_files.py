@@ -14,7 +14,7 @@ from alibi_jax.report import figures, files
 from alibi_jax.report.tidy import COLUMNS
 
 FIGURES = ["extrapolation", "extrapolation_sliding", "extrapolation_fixed"]
-FIGURES += ["split", "position_curve", "resolution"]
+FIGURES += ["decomposition", "position_curve", "resolution"]
 
 
 @pytest.fixture

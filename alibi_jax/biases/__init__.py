@@ -12,8 +12,8 @@ slopes for a smaller number of heads have other values. A key after its query ge
 its distance, as a key before its query does, unless a function says otherwise.
 """
 
-from alibi_jax.biases._positions import Bias
 from alibi_jax.biases.alibi import LinearBias, alibi_bias, alibi_bias_at, alibi_slopes
+from alibi_jax.biases.distances import Bias
 from alibi_jax.biases.fire import FireWeights, fire_bias, fire_bias_at
 from alibi_jax.biases.forget import Decay, forget_bias_at, forget_decay
 from alibi_jax.biases.kerple import (

@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from alibi_jax.biases._positions import positions_by_length, relative_positions
+from alibi_jax.biases.distances import positions_by_length, relative_positions
 
 Slopes = Float[Array, "N"] | Float[np.ndarray, "N"] | Sequence[float]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from alibi_jax.biases._positions import distances, positions_by_length
+from alibi_jax.biases.distances import distances, positions_by_length
 
 # The number of queries that are computed at a time: the hidden units of all queries together would
 # take F/N times the memory of the bias.

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from alibi_jax.biases._positions import distances, positions_by_length
+from alibi_jax.biases.distances import distances, positions_by_length
 
 
 def kerple_log_bias(

@@ -6,7 +6,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from alibi_jax.biases._positions import positions_by_length
+from alibi_jax.biases.distances import positions_by_length
 
 
 def sandwich_ratios(num_heads: int) -> Float[Array, "N"]:

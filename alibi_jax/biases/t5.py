@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from alibi_jax.biases._positions import positions_by_length, relative_positions
+from alibi_jax.biases.distances import positions_by_length, relative_positions
 
 
 def t5_buckets(

@@ -12,7 +12,7 @@ from alibi_jax.evaluation.eval_text import EvaluationText, Sample
 
 
 @dataclasses.dataclass(frozen=True)
-class ProtocolRecord:
+class ProtocolSpec:
     """What defines a protocol.
 
     `make_windows(text, sample, length, stride, bos)` returns the windows of one length; `stride` is
@@ -53,19 +53,19 @@ def _windows_of_sample(
     return fixed_context_windows(sample.targets, length, bos)
 
 
-NONOVERLAPPING = ProtocolRecord(
+NONOVERLAPPING = ProtocolSpec(
     "nonoverlapping",
     "windows do not overlap; their targets have 1, 2, ..., L tokens of context",
     _windows_over_text,
 )
-SLIDING = ProtocolRecord(
+SLIDING = ProtocolSpec(
     "sliding",
     "windows start every STRIDE tokens; after the first window of a text, a window scores only its "
     "last STRIDE targets, each with at least L - STRIDE + 1 tokens of context",
     _windows_over_text,
     takes_stride=True,
 )
-FIXED = ProtocolRecord(
+FIXED = ProtocolSpec(
     "fixed",
     "a sample of targets, the same at every length, each with exactly L tokens of context",
     _windows_of_sample,
@@ -89,7 +89,7 @@ class Protocol:
         return self.name if self.stride is None else f"{self.name}:{self.stride}"
 
     @property
-    def record(self) -> ProtocolRecord:
+    def record(self) -> ProtocolSpec:
         """The entry of `PROTOCOLS`; KeyError for an unknown name."""
         return PROTOCOLS[self.name]
 

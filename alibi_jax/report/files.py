@@ -13,6 +13,8 @@ from alibi_jax.report.html import page
 from alibi_jax.report.tidy import COLUMNS, tidy
 
 _SUFFIXES = ("png", "svg")
+# Version 0.1 called the figure `decomposition` by this name; its files are removed too.
+_FORMER_NAMES = ("split",)
 
 
 def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
@@ -54,10 +56,12 @@ def _earlier_figures(folder: pathlib.Path) -> set[str]:
     The figures of unknown protocols follow from the earlier results.json, so that no file that
     only looks like a figure of the report is removed.
     """
+    fixed_names = {*NAMES, *_FORMER_NAMES}
     try:
-        return {*NAMES, *figure_names(json.loads((folder / "results.json").read_text()))}
+        results = json.loads((folder / "results.json").read_text())
+        return fixed_names | set(figure_names(results))
     except (OSError, ValueError, LookupError, TypeError):
-        return set(NAMES)
+        return fixed_names
 
 
 def _write_whole(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> pathlib.Path:

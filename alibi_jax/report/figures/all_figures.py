@@ -6,10 +6,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from alibi_jax.report.figures.decomposition import decomposition
 from alibi_jax.report.figures.extrapolation import extrapolation
 from alibi_jax.report.figures.position_curve import position_curve
 from alibi_jax.report.figures.resolution import resolution
-from alibi_jax.report.figures.split import split
 from alibi_jax.report.formatting import Entry
 from alibi_jax.report.protocols import KNOWN_FIGURES, describe, protocols_of
 
@@ -28,8 +28,8 @@ class FigureSpec:
 
 # By file name without suffix.
 FIGURES = {
-    "split": FigureSpec(
-        split,
+    "decomposition": FigureSpec(
+        decomposition,
         question="Where does the gain from longer inputs come from?",
         caption=(
             "Bars above 0 lower the loss, bars below 0 raise it. The hatched part is "

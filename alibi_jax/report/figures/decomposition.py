@@ -26,7 +26,7 @@ _TOTAL: dict[str, Any] = {
 _MAX_RANGE_RATIO = 4.0
 
 
-def split(runs: list[Entry]) -> Figure | None:
+def decomposition(runs: list[Entry]) -> Figure | None:
     """Both parts of the gain as stacked bars around 0, by length, a panel for each run.
 
     None if no run has a decomposition at a length above the base length.
