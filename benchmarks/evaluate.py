@@ -49,8 +49,8 @@ def main() -> int:
         tokens = np.random.default_rng(0).integers(1, 256, 1 + max(_TOKENS.value, length))
         windows = evaluation_windows(np.array([0, len(tokens)]), length, length)
 
-        def rate(scorer: Scorer, tokens=tokens, windows=windows) -> float:
-            scores = scorer(params, tokens, windows, "")
+        def rate(scorer: Scorer, tokens=tokens, windows=windows, length=length) -> float:
+            scores = scorer(params, tokens, windows, f"scoring at {length}")
             return len(scores.nll) / scores.seconds
 
         runs = {}

@@ -58,8 +58,11 @@ def main() -> int:
         length = int(multiple) * train.length
         bounds = np.array([0, 1 + max(32768, length)])
         windows = evaluation_windows(bounds, length, length)
-        seconds = [scorer(state.params, tokens, windows, "").seconds for _ in range(_REPEATS.value)]
-        _print(f"scoring at {length}", len(windows.targets), seconds)
+        name = f"scoring at {length}"
+        seconds = [
+            scorer(state.params, tokens, windows, name).seconds for _ in range(_REPEATS.value)
+        ]
+        _print(name, len(windows.targets), seconds)
     return 0
 
 
