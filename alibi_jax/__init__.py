@@ -64,7 +64,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Not in `__all__`, and imported only when it is asked for: the core is installed without Flax.
+    # `alibi_attention_fn` is not in `__all__` and is imported only on request, because the core can
+    # be installed without Flax.
     if name == "alibi_attention_fn":
         try:
             from alibi_jax.flax_attention import alibi_attention_fn

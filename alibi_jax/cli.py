@@ -36,8 +36,8 @@ _JOIN_TIMEOUT = flags.DEFINE_integer(
 def run(main: Callable[[], int]) -> NoReturn:
     """Parses the flags, runs `main` and exits with the code that it returns.
 
-    An error is one line on standard error, and exit code 1. `--help` lists the flags of this
-    module along with those of the program.
+    An error prints one line on standard error and gives exit code 1; Ctrl-C gives 130. `--help`
+    lists the flags of this module along with those of the program.
     """
     for flag in (_DEBUG, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _CACHE, _JOIN_TIMEOUT):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
@@ -72,10 +72,10 @@ def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
 
 
 def start_devices(batch_size: int = 0, sizes: Sequence[int] = (-1,)) -> None:
-    """Makes each CPU core a device and joins the other processes of the run.
+    """Makes CPU cores devices of JAX, and joins the other processes of the run.
 
-    Call it before any device is used. On a CPU, the number of devices divides `batch_size` and
-    fits a mesh of these `sizes`.
+    Call it before any device is used. On a CPU, as many cores become devices as `batch_size` (0:
+    any number) and a mesh of these `sizes` allow; `sharding.use_cpu_cores` says how many.
     """
     sharding.use_cpu_cores(batch_size, sizes, _NUM_PROCESSES.value or 1)
     processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
@@ -133,7 +133,7 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _value_remedy(message: str) -> str:
-    """The flag library's message, or for a value of the configuration the type to give."""
+    """The type to give, if a value of the configuration is wrong; else the library's message."""
     value = re.match(r"flag --config\.(\w+)\.(\w+)=(.*?): ", message, re.DOTALL)
     if value is None:
         return " ".join(message.split())

@@ -2,11 +2,11 @@
 
 `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take these functions unchanged,
 for self-attention: in training, with padding or packing by the module's mask, and for decoding
-with the module's own cache. With as many queries as keys, both have the positions 0, 1, 2, ..., or
-the `input_positions` that a call of the newer NNX modules may give. Counting from 0 is sufficient,
-because these methods depend on distances only. A single query over more keys has the position of
-the last key that its mask lets it see. Other numbers of queries raise an error: cross attention
-has no distances.
+with the module's own cache. With as many queries as keys, queries and keys have the positions 0, 1,
+2, ..., or the `input_positions` that a call of the newer NNX modules may give. Counting from 0 is
+sufficient, because these methods depend on distances only. A single query over more keys has the
+position of the last key that its mask lets it see. Other numbers of queries raise an error: cross
+attention has no distances.
 
 Scores and softmax are float32 in modules of any dtype. A fully masked row is zero, also in the sown
 weights. Dropout draws for every score: `broadcast_dropout` is ignored.
@@ -36,9 +36,9 @@ def alibi_attention_fn(
 ) -> AttentionFn:
     """ALiBi (Press et al. 2021, section 3) as an `attention_fn` of Flax's attention modules.
 
-    The argument is the number of query heads, or their slopes, `[N]`. The function also serves
-    encoders: with `future_slopes`, `[N]`, they distinguish the keys after a query from the keys
-    before it.
+    The argument is the number of query heads, or their slopes, `[N]`. Encoders can use ALiBi too.
+    If `future_slopes`, `[N]`, are given, the keys after a query use them, so that an encoder
+    distinguishes these keys from the keys before the query.
     """
     if isinstance(num_heads_or_slopes, int | np.integer):
         num_heads, slopes = int(num_heads_or_slopes), None
@@ -46,7 +46,7 @@ def alibi_attention_fn(
         num_heads, slopes = len(num_heads_or_slopes), num_heads_or_slopes
 
     def make_bias() -> Bias:
-        # Computed in each call: a module may be made under `jit` and called outside of it.
+        # The bias is made in each call: a module may be made under `jit` and called outside of it.
         return LinearBias(alibi_slopes(num_heads) if slopes is None else slopes, future_slopes)
 
     return _attention_fn(make_bias, num_heads)
@@ -57,9 +57,10 @@ def t5_attention_fn(
 ) -> AttentionFn:
     """T5's relative bias (Raffel et al. 2020, section 2.1) as an `attention_fn`.
 
-    To train the table, make it a parameter of a module and call this function in each forward
-    pass: in Linen where that module makes the attention module, in NNX in the `__call__` of a
-    module that is itself the `attention_fn`. Otherwise the table is a constant.
+    To train the table, make it a parameter of a module, and call this function in each forward
+    pass. In Linen, call it where the module with the table makes the attention module. In NNX, give
+    the module with the table as the `attention_fn`, and call this function in its `__call__`.
+    Otherwise the table is a constant.
     """
     bias = functools.partial(
         t5_bias_at, table, bidirectional=bidirectional, max_distance=max_distance
@@ -81,7 +82,10 @@ def _attention_fn(
     *,
     rotate: Callable[[Array, Array], Array] | None = None,
 ) -> AttentionFn:
-    """The function for Flax. It is a closure, so that no argument of a call replaces the method."""
+    """Makes an `attention_fn`.
+
+    It is a closure, so that no argument that Flax passes can replace the position method.
+    """
 
     def attention_fn(
         query: Float[Array, "... T N H"],
@@ -139,8 +143,8 @@ def _attention_fn(
             key_positions = query_positions
         else:
             raise ValueError(
-                f"input_positions with a cache of {key_length} keys, whose positions are unknown: "
-                "decode without input_positions, which is right for consecutive positions"
+                f"input_positions do not give the positions of the {key_length} keys in the cache: "
+                "decode without input_positions; the result is right for consecutive positions"
             )
         if rotate is not None:
             query, key = rotate(query, query_positions), rotate(key, key_positions)

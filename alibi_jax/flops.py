@@ -50,8 +50,8 @@ def step_flops(config: Config, vocab_size: int) -> Flops:
     """The multiplications and additions of a training step: two per term of a matrix product.
 
     The backward pass has twice the operations of the forward pass. Causal attention computes half
-    of all pairs. The count omits the position methods. It also omits the rarer bands of an
-    adaptive softmax, because the number of targets in these bands depends on the text.
+    of all pairs. The count omits the position methods. It also omits the logits within the rarer
+    bands of an adaptive softmax, because the number of targets in these bands depends on the text.
     """
     model, train = config.model, config.train
     tokens = train.batch_size * train.length

@@ -35,17 +35,19 @@ def generate(
 
     At temperature 0 each token is the likeliest one. Above 0 each token is drawn from
     softmax(logits / temperature) over the likeliest tokens that together have a probability of at
-    least `top_p` (Holtzman et al. 2020, section 3.1). The tokens of a prompt do not depend on the
+    least `top_p` (Holtzman et al. 2020, section 3.1). The new tokens of a row do not depend on the
     other prompts: shorter prompts are padded on the left with invisible tokens, and each row has
     a random key of its own (`key` is split, or holds one key per prompt).
 
     A `cache_tolerance` is for models with linear biases only. Each head then keeps only its last
-    keys. All other keys have at most that share of a token's attention weight, wherever the spread
-    of the scores is at most `cache_gap` (`Transformer.init_cache`).
+    keys. All other keys together have at most the share `cache_tolerance` of a token's attention
+    weight, for tokens whose gap is at most `cache_gap`. `Transformer.init_cache` defines the gap.
 
     Two functions are compiled: one pass over the prompts, and one loop over the new tokens. They
-    are compiled for each model, number of prompts, greatest prompt length and `max_new_tokens`;
-    with a `cache_tolerance`, also for the numbers of keys that follow from the slopes.
+    are compiled for each model, number of prompts, greatest prompt length and `max_new_tokens`.
+    The loop is also compiled for each way of choosing tokens, greedy or random. With a
+    `cache_tolerance`, both are also compiled for the numbers of keys that the slopes, the
+    tolerance and the gap give.
 
     Raises:
         ValueError: if a prompt is empty or has a token that is not in the vocabulary, if an option
@@ -59,7 +61,8 @@ def generate(
     max_new_tokens = int(max_new_tokens)
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be at least 0")
-    # In float32 a smaller temperature is 0, and dividing by it would give NaN.
+    # XLA may round a temperature below float32's least normal number to 0. Division by 0 would give
+    # NaN, so such a temperature counts as 0.
     sampled = temperature >= float(np.finfo(np.float32).tiny)
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
@@ -138,7 +141,9 @@ def generate_tokens(
     max_new_tokens: int,
     sampled: bool,
 ) -> tuple[Int[Array, "B {max_new_tokens}"], KVCache | BoundedKVCache]:
-    """Generates the new tokens one by one; returns them and the cache, which keeps its buffers.
+    """Generates the new tokens one by one; returns them and the cache.
+
+    The argument `cache` is donated, so the returned cache reuses its buffers.
 
     After its stop token a row is filled with stop tokens. The loop ends before `max_new_tokens`
     once all rows have stopped.
@@ -188,9 +193,10 @@ def nucleus(logits: Float[Array, "B V"], top_p: float | Float[Array, ""]) -> Flo
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)
-    # The total probability of the likelier tokens.
+    # For each token: the total probability of the tokens before it, which are likelier.
     likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # A `top_p` of 1 keeps all tokens, even if their sum is rounded to less. One token always stays.
+    # A `top_p` of 1 keeps all tokens, even where the sum of the likelier ones is rounded up to 1.
+    # One token always stays.
     keep = (likelier < top_p) | (jnp.asarray(top_p) >= 1.0)
     keep = keep.at[..., 0].set(True)
     threshold = jnp.where(keep, ordered, jnp.inf).min(axis=-1, keepdims=True)

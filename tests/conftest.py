@@ -50,7 +50,7 @@ TINY = {
 # A test process drops its compiled programs when it uses more memory than the limit: two processes
 # have to fit into the memory of a laptop. The limit rises if little is freed, so that the next
 # tests do not compile all over again.
-LEAST_LIMIT, HEADROOM = 11 * 2**28, 2**28
+LEAST_LIMIT, HEADROOM = 10 * 2**28, 2**28
 limit = LEAST_LIMIT
 
 

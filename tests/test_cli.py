@@ -393,7 +393,7 @@ def test_g4_learned_says_why_it_has_no_number_past_its_table(place, trained, tmp
 
 
 def test_f10_two_processes_evaluate_as_one(place, trained, tmp_path):
-    """jax.distributed over two processes of two devices; the windows do not divide by four."""
+    """jax.distributed over two processes of two devices; the windows are not divisible by four."""
     arguments = (
         f"--workdir={trained('alibi')}",
         "--lengths=1x,5x",

@@ -74,7 +74,7 @@ def test_no_process_0_at_the_address():
 
 def test_a_process_started_twice_is_refused():
     errors = rendezvous_errors([(0, 3, 0), (1, 3, 0.2), (1, 3, 0.5)])
-    assert errors == ["process 1 was started twice: give each process another --process_id"] * 3
+    assert errors == ["process 1 was started twice: give each process its own --process_id"] * 3
 
 
 def test_a_restarted_process_replaces_its_first_report():

@@ -259,7 +259,7 @@ def test_input_positions_set_the_distances(method):
     for positions in (kept, np.stack([kept + 5, kept])):
         out = attend(*parts, is_causal=True, input_positions=jnp.asarray(positions))
         np.testing.assert_allclose(out, whole, atol=1e-5)
-    with pytest.raises(ValueError, match="input_positions with a cache of 6 keys"):
+    with pytest.raises(ValueError, match="positions of the 6 keys in the cache"):
         attend(parts[0][:, -1:], *parts[1:], input_positions=jnp.array([9]))
 
 

@@ -331,7 +331,7 @@ def test_a_vocabulary_below_the_last_cutoff_is_refused():
     ("values", "fsdp", "message"),
     [
         ({}, 4, None),
-        ({}, 8, "the width 4 of band 2 of model.adaptive_cutoffs does not divide by the 8"),
+        ({}, 8, "the width 4 of band 2 of model.adaptive_cutoffs is not divisible by the 8"),
         ({"width": 44, "num_heads": 4, "adaptive_factor": 3}, 4, "the width 14 of band 1"),
     ],
 )

@@ -319,11 +319,11 @@ def test_candidate_meshes_divide_everything_and_the_most_promising_come_first():
     assert all(mesh.context == 1 for mesh in found)
     few = candidate_meshes(config_of(batch_size=2), target_of(8))
     assert any(mesh.context > 1 for mesh in few)
-    # Twelve rows divide by four devices and not by eight.
+    # Twelve rows are divisible by four devices and not by eight.
     twelve = candidate_meshes(config_of(batch_size=12), target_of(8))
     assert Mesh(data=2, fsdp=2, context=2, tensor=1) in twelve
     assert all(2 % (mesh.data * mesh.fsdp) == 0 for mesh in few)
-    # Four heads divide by at most four devices.
+    # Four heads are divisible by at most four devices.
     assert all(mesh.tensor <= 4 for mesh in found + few)
 
 

@@ -207,7 +207,7 @@ def test_slices_are_replicas():
     mesh, refused = printed(SLICES).splitlines()
     sizes = {"data": 4, "fsdp": 2, "context": 2, "tensor": 2}
     assert mesh == f"{sizes} {[{0}, {0}, {1}, {1}]}"
-    assert "mesh.data=1 does not divide by the 2 slices" in refused
+    assert "mesh.data=1 is not divisible by the 2 slices" in refused
 
 
 def test_a_sharded_training_step_uses_the_kernels():

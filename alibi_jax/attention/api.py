@@ -122,14 +122,15 @@ def attention(
         dropout_rate: Share of the weights to drop, if there is a `dropout_key`.
         dropout_key: Random key of the dropout. Without it no weight is dropped.
         return_residual: Also returns the log-sum-exp of each row of scores, float32 `[B, T, N]`,
-            -inf where a row sees nothing. Results over parts of the keys are summed with weights
-            exp(log-sum-exp), as in ring attention (Liu et al. 2023, arXiv 2310.01889); a traced
-            `offset` may then be below 0 or past the keys. "dense" and "blockwise" only.
+            -inf where a row sees nothing. The result over all keys is the mean of the results over
+            parts of the keys with weights exp(log-sum-exp), as in ring attention (Liu et al. 2023,
+            arXiv 2310.01889). For a part, a traced `offset` may be below 0 or past the keys. Only
+            "dense" and "blockwise" can return the log-sum-exp.
 
     Raises:
-        ValueError: if K does not divide N, if there are more causal queries than keys, if a bias
-            in cross-attention (not causal, T != S) has neither positions nor an offset, or if the
-            named engine cannot serve the arguments.
+        ValueError: if K does not divide N, if a causal query has no key of its own (not checked if
+            `offset` is a JAX array), if a bias in cross-attention (not causal, T != S) has neither
+            positions nor an offset, or if the named engine cannot serve the arguments.
     """
     check_arrays(query, key, value)
     visibility = Visibility(

@@ -44,14 +44,14 @@ def blockwise(
 
     The arguments have the names and meanings of `attention`'s arguments. `head_by_head` computes
     one head of one batch row after another, each with its own reach, instead of all at once. It
-    suits a processor with few cores, and needs a bias that computes each head on its own.
+    suits a processor with few cores. It serves a `LinearBias` or no bias, and has no dropout.
     """
     length, num_heads = query.shape[1:3]
     key_length, num_kv_heads = key.shape[1:3]
     linear = bias if isinstance(bias, LinearBias) else None
     blocks = reach(query, key, linear, visibility, block_size=block_size, tolerance=tolerance)
     if not head_by_head:
-        # This is the union over rows and heads. Rows and heads that need no block do not widen it.
+        # This is the union over batch rows and heads; those that need no block do not widen it.
         start = jnp.where(blocks.start < blocks.stop, blocks.start, key_length)
         stop = blocks.stop.max((0, 1))
         blocks = KeyBlocks(jnp.minimum(start.min((0, 1)), stop), stop)
@@ -112,7 +112,7 @@ def _pad_end(x: Any, axis: int, padding: int) -> Any:
 
 
 def _pad_tokens(tokens: TokenMetadata, padding: int) -> TokenMetadata:
-    """Adds padding at the end of the tokens; the indices of the padding continue the tokens'."""
+    """Adds padding at the end of the tokens; the indices count on through the padding."""
     indices = jnp.arange(len(tokens.indices) + padding, dtype=jnp.int32) + tokens.indices[0]
     features = _pad_end(tokens.features, 1, padding)
     padded = _pad_end(tokens._replace(features=None), -1, padding)

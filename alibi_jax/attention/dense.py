@@ -63,7 +63,7 @@ def dense(
     sees_keys = row_sum > 0.0
     row_sum = jnp.where(sees_keys, row_sum, 1.0)
     log_sum_exp = jnp.where(sees_keys, row_max[..., 0] + jnp.log(row_sum), -jnp.inf)
-    # The division comes after the product with the values: H divisions per row instead of S.
+    # The division comes after the product with the values: V divisions per row instead of S.
     out /= row_sum.transpose(0, 3, 1, 2)[..., None]
     out = out.astype(query.dtype).reshape(batch, length, num_heads, value.shape[-1])
     return out, log_sum_exp.reshape(batch, num_heads, length).swapaxes(1, 2)

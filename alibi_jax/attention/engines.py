@@ -18,7 +18,8 @@ ENGINES = ("dense", "blockwise", "pallas_tpu", "folded")
 
 # Up to this number of scores per head, loops over blocks cost more than they save.
 _DENSE_MAX_SCORES = 256 * 256
-# At most this number of queries, as in decoding, would form a single block, with any keys.
+# Up to this number of queries, as in decoding, "dense" is chosen for any number of keys: the
+# queries would fill only a small part of one block.
 _DENSE_MAX_QUERIES = 16
 # The number of queries, and of keys, in a block. On a CPU the arrays of one block should stay in
 # its caches.
@@ -27,7 +28,7 @@ _DEFAULT_BLOCK_SIZE = 512
 # With at most this number of key blocks, finding the blocks in reach takes longer than computing
 # all of them.
 _MAX_BLOCKS_WITHOUT_REACH = 4
-# cuDNN's fused kernel takes 128 columns on every GPU that it supports; 6 of them are positions.
+# cuDNN's fused kernel takes up to 128 columns on every GPU that it supports. Folding adds 6.
 _FOLDED_MAX_HEAD_SIZE = 122
 
 
@@ -113,7 +114,7 @@ def compute_attention(
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
             block_size=block_size,
-            # Dropout draws for all heads at once, so that it draws the same on every mesh.
+            # One draw for all heads drops the same weights on every mesh.
             head_by_head=platform == "cpu"
             and (bias is None or isinstance(bias, LinearBias))
             and dropout_key is None
@@ -198,7 +199,8 @@ def _linear_bias_refusal(
 
 def _pallas_tpu_refusal(query: Array, key: Array, value: Array, block_size: int) -> str:
     """The reason why the TPU kernel cannot serve these arrays; empty if it can."""
-    # Imported only where it is used: importing Pallas takes as long as the rest of this package.
+    # This import is here, because importing Pallas takes as long as importing the rest of the
+    # package.
     from alibi_jax.attention.tpu.attention import pallas_refusal
 
     if jax.typeof(query).mat.varying:

@@ -31,7 +31,7 @@ def flash_attention(
 
     Returns the result, `[B, N, T, V]` in the dtype of `query`, and the log-sum-exp of each row of
     scores, `[B, N, T]`, -inf where the row sees nothing. Scores and softmax are float32.
-    Differentiable once, in the queries, keys, values, the bias's parameters and the features.
+    Both can be differentiated once, in the queries, keys, values, bias parameters and features.
 
     `head_by_head` computes one head of one batch row after another. The bias's parameters and the
     key bounds then have leading axes of batch and heads, and there are no features and no dropout.
@@ -80,8 +80,8 @@ def _backward_rule(
     backward = functools.partial(backward_pass, settings, with_bias_gradients=bias_flag is not None)
     inputs = operands, *results, *cotangents
     gradients = _map_heads(backward, *inputs) if head_by_head else backward(*inputs)
-    # Gradients stay float32 until here, as in the forward pass: XLA for CPUs converts a whole
-    # 16-bit array to float32 whenever a loop writes a part of it.
+    # Gradients stay float32 until here, as do the results of the forward pass: XLA for CPUs
+    # converts a whole 16-bit array to float32 whenever a loop writes a part of it.
     query, key, value = (x.astype(y.dtype) for x, y in zip(gradients[:3], operands[:3]))
     return (gradients._replace(query=query, key=key, value=value),)
 

@@ -1,9 +1,9 @@
 """Softmax attention block by block with a running maximum and sum, and its gradient.
 
-The online softmax of Milakov & Gimelshein 2018 (arXiv 1805.02867). The backward pass recomputes
-each block of scores from the log-sum-exps of the rows (Dao et al. 2022, arXiv 2205.14135, section
-3.1 and algorithm 4). The outer loop is over blocks of queries. The inner loop is over the key
-blocks of one query block; its bounds may be traced.
+The forward pass is the online softmax of Milakov & Gimelshein 2018 (arXiv 1805.02867). The backward
+pass recomputes each block of scores from the log-sum-exps of the rows (Dao et al. 2022, arXiv
+2205.14135, section 3.1 and algorithm 4). The outer loop is over blocks of queries. The inner loop
+is over the key blocks of one query block; its bounds may be traced.
 
 d_x is the gradient of x.
 """
@@ -56,16 +56,17 @@ class FlashSettings:
     """The settings of a flash attention, all known while tracing.
 
     `bias` maps its parameters and the metadata of queries and keys to a bias `[..., t, s]`.
-    `visible` maps the metadata to true where a query sees a key, or to None where it sees all.
+    `visible` maps the metadata to true where a query sees a key, or to None if each query sees
+    each key.
     """
 
     bias: Callable[[Any, TokenMetadata, TokenMetadata], Array] | None
     visible: Callable[[TokenMetadata, TokenMetadata], Array | None]
     query_block_size: int
     key_block_size: int
-    # Whether any query block has key blocks that need a mask before its full key blocks.
+    # Whether any query block has masked key blocks before its full key blocks.
     masked_before: bool
-    # Whether any query block has key blocks that need a mask after its full key blocks.
+    # Whether any query block has masked key blocks after its full key blocks.
     masked_after: bool
     dropout_rate: float
 

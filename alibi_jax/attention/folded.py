@@ -11,16 +11,19 @@ from jaxtyping import Array, Float
 
 from alibi_jax.biases.alibi import Slopes
 
-# All integers up to this one are exact in bfloat16, so that two of them can represent a position.
+# All integers up to this one are exact in bfloat16. So two bfloat16 numbers can represent a
+# position: a multiple of this number, and a remainder.
 _MAX_EXACT_INTEGER = 256
 _MAX_LENGTH = 2 * _MAX_EXACT_INTEGER**2
 # Key columns are divided by this number and query columns multiplied by it, so that both stay
-# within float16's range: positions reach 2^16, the parts of a slope 2^-17 of the slope.
+# within float16's range: positions grow to 2^16, and the smallest part of a slope may be 2^-17 of
+# the slope.
 _COLUMN_SCALE = 16.0
 # cuDNN takes head sizes that are multiples of this number.
 _SIZE_MULTIPLE = 8
-# Greatest error of a score, in nats, which equals the relative error of a weight. In 16 bits a
-# weight is rounded by up to 0.4 % anyway. Float32 is for users who need to resolve 0.1 %.
+# The greatest error of a score that is accepted, in nats. An error in nats equals the relative
+# error of the weight. In 16 bits a weight is rounded by up to 0.4 % anyway, so the limit there is
+# loose. Float32 is for users who need to resolve 0.1 %.
 _MAX_ERROR_FLOAT32 = 1e-3
 _MAX_ERROR_16_BIT = 2e-2
 
@@ -110,7 +113,8 @@ def fold(
     # Positions count from the middle, which halves the sums and so their rounding errors.
     positions = np.arange(num_keys) - num_keys // 2
     coarse = np.round(positions / _MAX_EXACT_INTEGER) * _MAX_EXACT_INTEGER
-    # The small columns come first: a kernel that adds in order then has no sum above the last.
+    # The small columns come first. In a kernel that adds in order, no partial sum then exceeds the
+    # final sum.
     key_columns = np.stack([positions - coarse] * 3 + [coarse] * 3, axis=-1)[:, None]
     key_columns /= _COLUMN_SCALE
     scaled_slopes = jnp.asarray(slopes, jnp.float32) * _COLUMN_SCALE
@@ -126,8 +130,8 @@ def folded_error(slopes: Slopes, length: int, dtype: DTypeLike) -> float:
 
     The bound is m·T·2⁻²¹ for the steepest slope m and rows of T tokens. The columns and their
     products are exact (`fold`), so only float32 rounds, and it rounds numbers of at most m·T/2.
-    Each of the six additions errs by up to 2⁻²³ of that (a kernel may truncate), and each of
-    sqrt(H), 1/sqrt(H) and the product with either by up to 2⁻²⁴. Together this is 16·2⁻²⁴·m·T/2.
+    Each of the six additions errs by up to 2⁻²³ of m·T/2 (a kernel may truncate). Each of sqrt(H),
+    1/sqrt(H) and the two products with them errs by up to 2⁻²⁴ of it. The sum is 16·2⁻²⁴·m·T/2.
     In float16 the parts of a slope below 2⁻²⁴ are lost, which adds 3·2⁻³⁰·T. The rounding of
     query · key itself in float32 is not counted. The bound is infinite for rows that `fold`
     refuses.

@@ -50,11 +50,10 @@ def reach(
 ) -> KeyBlocks:
     """The key blocks that `attention` has to compute, per batch row, query head and query block.
 
-    A block has `block_size` queries or keys. In each row, the keys that are left out together have
-    at most the share `tolerance` of the weight, whatever the data: large norms, or one heavy key
-    far away, only widen the range. In three cases only invisible blocks are left out: with a
-    tolerance of 0, without a linear bias, and with a mask, because a mask may hide a query's own
-    key.
+    A block has `block_size` queries or keys. In each row, the omitted keys have in total at most
+    the share `tolerance` of the weight, whatever the data: large norms, or one heavy key far away,
+    only widen the range. In three cases only invisible blocks are left out: with a tolerance of 0,
+    without a linear bias, and with a mask, because a mask may hide a query's own key.
     """
     batch, length, num_heads, _ = query.shape
     key_length, num_kv_heads = key.shape[1:3]
@@ -151,8 +150,9 @@ def _log_weight_bound(
     # this test.
     unbounded = _in_blocks(~jnp.isfinite(key_norms), block_size, False).any(axis=1)
     key_norms = jnp.where(jnp.isfinite(key_norms), key_norms, 0.0)
-    # A query's own key has the query's index, or the nearest index if no key has that index. A
-    # query that sees any key sees its own key.
+    # A query's own key has the query's index, or the nearest index if no key has that index. If
+    # causality and the window let a query see any key, they let it see its own key. Segment ids may
+    # still hide that key; they are compared below.
     own_key = jnp.clip(query_indices, 0, key.shape[0] - 1)
     own_bias = _linear_bias(past, future, key_positions[own_key] - positions)
     own_score = (query * key[own_key]).sum(axis=-1) * scale + own_bias

@@ -98,7 +98,7 @@ def omitted_share(
     or more. No two of those keys may have the same position. The bound is at most 1 and never 0.
     """
     size, queries_per_key = query.shape[-1], query.shape[2] // key.shape[2]
-    # Covers rounding: the scores, and these bounds of them, are sums of H products.
+    # The slack covers rounding: the scores and their bounds are sums of H products.
     slack = 4 * (size + 4) * 2.0**-24
     m = jnp.asarray(slopes, jnp.float32)
     query = query.astype(jnp.float32) * size**-0.5
@@ -176,8 +176,8 @@ def rolling_cache_attention(
 
     A query sees the last R tokens, its own included, where R is the number of slots of its head.
     The result does not depend on the division into chunks. `used` is the number of earlier
-    tokens. The `positions` of a row increase, except at padding. Padding has segment id 0: it
-    sees nothing and is invisible.
+    tokens. The `positions` of a batch row increase, except at padding. Padding has segment id 0:
+    it sees nothing and is invisible.
     """
     queries_per_key = query.shape[2] // key.shape[2]
     slopes = jnp.asarray(slopes, jnp.float32)

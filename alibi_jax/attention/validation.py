@@ -38,7 +38,8 @@ def resolve_offset(
 ) -> int | Int[Array, ""]:
     """The index of the first query among the keys: `offset`, or by default S - T.
 
-    An int, or a traced int32. Raises ValueError where a causal query has no key of its own.
+    The result is an int, or an int32 JAX array if `offset` is a JAX array. An array is not checked.
+    Raises ValueError where any other offset leaves a causal query without a key of its own.
     """
     if isinstance(offset, jax.Array) and jnp.issubdtype(offset.dtype, jnp.integer):
         return offset.astype(jnp.int32)
@@ -89,7 +90,7 @@ def _check_window(window: int | None) -> None:
     if window is not None and not isinstance(window, int | np.integer):
         raise ValueError(f"window={window} must be an integer: a number of keys")
     if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1: the query's own key")
+        raise ValueError(f"window={window} must be at least 1: a query sees its own key")
 
 
 def _check_pair(name: str, of_queries: Any, of_keys: Any) -> None:
@@ -112,7 +113,10 @@ def _check_mask(mask: Array | None, shape: tuple[Any, ...]) -> None:
 
 
 def resolve_bias(bias: Bias | None, num_heads: int) -> Bias | None:
-    """`bias`, a `LinearBias` with float32 slopes; raises ValueError unless each head has one."""
+    """Returns `bias`; the slopes of a `LinearBias` become float32.
+
+    Raises ValueError unless a `LinearBias` has one slope for each head.
+    """
     if not isinstance(bias, LinearBias):
         return bias
     for name, slopes in (("slopes", bias.slopes), ("future_slopes", bias.future_slopes)):
@@ -153,7 +157,7 @@ def check_options(
     implementation: str | None,
     dropout_rate: float,
 ) -> None:
-    """Raises ValueError for an unknown engine, a rate out of range or only one kind of features."""
+    """Raises ValueError for an unknown engine, a rate out of range or unpaired features."""
     _check_pair("features", query_features, key_features)
     for name, rate in (("tolerance", tolerance), ("dropout_rate", dropout_rate)):
         if not 0.0 <= rate < 1.0:

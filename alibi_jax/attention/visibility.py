@@ -30,7 +30,7 @@ class Visibility(NamedTuple):
 
 
 class TokenMetadata(NamedTuple):
-    """Metadata of the tokens of queries, or of keys: indices among the keys, and the bias's inputs.
+    """Metadata of the tokens of queries, or of keys; `indices` are the indices among the keys.
 
     The sequence is axis 1 of the features, and the last axis of the other fields.
     """

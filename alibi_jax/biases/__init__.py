@@ -5,7 +5,8 @@ scores are divided by sqrt(H) and before the mask.
 
 Each bias comes in two forms. The first form takes lengths, for one contiguous run of queries and
 keys. The second form, with `_at` in its name, takes arrays of positions, for packed, padded,
-cached or sharded inputs. The forget gate's bias takes the summed gates instead of positions.
+cached or sharded inputs. The forget gate's bias has only the second form. It takes the summed gates
+instead of positions.
 
 Where heads are sharded, slice the parameters of a shard's heads out of the global arrays: the
 slopes for a smaller number of heads have other values. A key after its query gets the bias of

@@ -28,9 +28,9 @@ def alibi_slopes(num_heads: int | np.integer) -> Float[Array, "N"]:
         raise ValueError(f"num_heads={num_heads} must be at least 1")
     power = 1 << (int(num_heads).bit_length() - 1)
     slopes = _geometric(power) + _geometric(2 * power)[0::2][: num_heads - power]
-    # Concrete values even under a trace: a model may be made under `jit` and keep them. They are
-    # put on the device, not computed there: the current mesh may describe devices that are absent
-    # and only compiled for.
+    # The values are concrete even under a trace, because a model that is made under `jit` may keep
+    # them. They are put on the device, not computed there: the current mesh may describe absent
+    # devices, for which a program is only compiled.
     with jax.ensure_compile_time_eval():
         return jax.device_put(np.array(slopes, np.float32))
 
@@ -107,8 +107,8 @@ def alibi_bias_at(
 class LinearBias:
     """ALiBi's bias as a function of positions (`alibi_bias_at`) that exposes its slopes.
 
-    Attention that gets a `LinearBias`, unlike any other bias function, keeps no bias in memory
-    and can skip the keys that are too far away to matter.
+    With a `LinearBias`, unlike with any other bias function, attention can skip the keys that are
+    too far away to matter, and can use the engines "pallas_tpu" and "folded".
     """
 
     slopes: Slopes

@@ -54,11 +54,12 @@ def sandwich_bias_at(
 ) -> Float[Array, "... N T S"]:
     """Sandwich's bias, (pᵢ·pⱼ − d/2) / ratio, for query positions i and key positions j.
 
-    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. p are the sinusoids of
-    `width` d, so that pᵢ·pⱼ = Σ cos((i−j)·10000^(−2k/d)) over k from 0 to d/2−1. Subtracting d/2
-    does not change the softmax; it makes the bias 0 at distance 0 and negative elsewhere. Before
-    the division, the error is at most 5e-5 at distances up to 4096 and 1e-3 at a distance of
-    10^5, at any positions. Raises ValueError unless `width` is even and positive.
+    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. pᵢ is the sinusoidal
+    embedding of position i, of size d = `width`. Hence pᵢ·pⱼ = Σ cos((i−j)·10000^(−2k/d)) over k
+    from 0 to d/2−1. Subtracting d/2 does not change the softmax; it makes the bias 0 at distance 0
+    and negative elsewhere. Before the division, the error is at most 5e-5 at distances up to 4096
+    and 1e-3 at a distance of 10^5, at any positions. Raises ValueError unless `width` is even and
+    positive.
 
     Chi et al. 2023 (Sandwich), arXiv 2212.10356.
     """

@@ -20,8 +20,9 @@ def t5_buckets(
 
     Int32, in the shape of `relative_position`. If causal, keys after their query share bucket 0
     with distance 0. If bidirectional, keys after their query have the upper half of the buckets.
-    In each direction half of the buckets hold one distance each. The sizes of the others grow
-    logarithmically up to `max_distance`, and the last bucket holds all larger distances.
+    In each direction half of the buckets (rounded down) hold one distance each. The others start at
+    distances that are evenly spaced on a logarithmic scale up to `max_distance`. The last bucket
+    also holds all larger distances.
 
     Raises ValueError if a direction would have fewer than 2 buckets, if the two directions would
     have different numbers of buckets, or if `max_distance` is not above the number of buckets that
@@ -36,7 +37,7 @@ def t5_buckets(
     if max_distance <= per_direction // 2:
         raise ValueError(
             f"max_distance={max_distance} must be above {per_direction // 2}: "
-            "each smaller distance has a bucket of its own"
+            f"each distance below {per_direction // 2} has a bucket of its own"
         )
     relative = jnp.asarray(relative_position, jnp.int32)
     distance = jnp.abs(relative) if bidirectional else jnp.maximum(-relative, 0)

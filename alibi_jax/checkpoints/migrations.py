@@ -24,10 +24,11 @@ def upgraded_config(values: dict[str, Any], version: int) -> dict[str, Any]:
 
 
 def format_2_tree(wanted: Any, shapes: dict[str, tuple[int, ...]], num_layers: int) -> Any:
-    """The layout in format 2 of `wanted`, which is the current layout.
+    """Converts `wanted` from the current layout to the layout of format 2.
 
-    Both are trees of ShapeDtypeStructs, of parameters or of optimizer state, with the same
-    sharding. `shapes` gives the saved shapes by dotted names.
+    `wanted` and the result are trees of ShapeDtypeStructs, of parameters or of optimizer state.
+    The axes that both have are sharded alike, except that the result does not shard the rows of
+    token tables. `shapes` gives the saved shapes by dotted names.
     """
 
     def to_format_2(prefix: Any, params: Any) -> Any:
@@ -47,7 +48,7 @@ def format_2_tree(wanted: Any, shapes: dict[str, tuple[int, ...]], num_layers: i
                 # Without padding rows, the table may not divide evenly over the devices.
                 spec = (None, *spec[1:])
             else:
-                # Either unchanged, or a shape that does not fit, which `Checkpoints` then refuses.
+                # The saved shape is that of `leaf`, or it does not fit: `Checkpoints` refuses it.
                 shape = leaf.shape
             sharding = jax.NamedSharding(leaf.sharding.mesh, jax.P(*spec))
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)

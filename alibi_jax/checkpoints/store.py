@@ -129,7 +129,8 @@ class Checkpoints:
         """Reads items (`params`, `optimizer`) of a step, with the shardings of the abstract trees.
 
         Raises:
-            CheckpointError: if saved names or shapes differ; the message names the first that does.
+            CheckpointError: if the step lacks an item, or if saved names or shapes differ from
+                those of the abstract trees; the message names the first parameter that differs.
         """
         saved = self._checkpointer.checkpointables_metadata(step).metadata
         for item in abstract:
@@ -159,7 +160,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{path}: {name} has shape {saved_shapes.get(name, 'none')}, and this "
                     f"configuration needs {wanted_shapes.get(name, 'none')}: use the configuration "
-                    "that it was trained with, or another workdir"
+                    "that the run was trained with, or another workdir"
                 )
 
 

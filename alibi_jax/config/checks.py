@@ -43,7 +43,7 @@ def check_positions(model: Model, train_length: int) -> None:
     if model.rescaling == "none" and model.rescaling_factor != 1:
         raise ConfigError(
             f"model.rescaling_factor={model.rescaling_factor} with model.rescaling='none' would "
-            f"change nothing: give another of {', '.join(RESCALINGS)}"
+            f"change nothing: set model.rescaling to another of {', '.join(RESCALINGS)}"
         )
     applies = RESCALINGS[model.rescaling]
     if not set(model.positions) & set(applies):

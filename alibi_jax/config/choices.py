@@ -1,8 +1,8 @@
 """The choices of the configuration by name, and what the code must know about each choice.
 
-Activations, rematerialisations, optimizers and schedules have their only record here, which the
-checks of the configuration, the model, training, the FLOPs and the plans read. The other choices
-have here what the checks need, and their objects where they belong: `positions.METHODS`,
+This module has the only records of activations, rematerialisations, optimizers and schedules. The
+checks of the configuration, the model, training, the FLOPs and the plans read them. Of the other
+choices this module has only what the checks need. Their objects are in `positions.METHODS`,
 `model.layer.NORMS`, `data.builders` and `data.tokenizers`. Tests compare the names.
 """
 
@@ -101,7 +101,7 @@ REMATS = {
 class OptimizerChoice:
     """How an optimizer turns gradients into the direction of a step.
 
-    Clipping, weight decay and the learning rate are the same for all optimizers.
+    Gradient clipping, weight decay and the learning rate are the same for all optimizers.
     """
 
     # Makes the Optax transformation from gradients to the direction. The argument is the section

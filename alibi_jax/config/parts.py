@@ -74,9 +74,10 @@ class Model(Section):
     final_norm: bool = True
     # Whether projections add a learned vector to their outputs.
     use_bias: bool = False
-    # How projections are drawn. "scaled": from a normal distribution of standard deviation
-    # 1/sqrt(inputs), divided by sqrt(2 num_layers) for projections that add to the residual
-    # stream; "fairseq": from the uniform distributions of fairseq's transformer.
+    # How the initial kernels of projections are drawn. "scaled": from a normal distribution of
+    # standard deviation 1/sqrt(inputs), cut off at two standard deviations. Kernels that add to the
+    # residual stream are divided by sqrt(2 num_layers). "fairseq": from the uniform distributions
+    # of fairseq's transformer.
     initialization: str = choice("scaled", INITIALIZATIONS)
     tied_embeddings: bool = True
     # Adaptive input and softmax: the first token of each band of rarer tokens, "20000,60000".
@@ -104,7 +105,10 @@ class Model(Section):
 
     @property
     def cutoffs(self) -> tuple[int, ...]:
-        """The first token of each adaptive band after the first band. Raises ConfigError."""
+        """The first token of each adaptive band after the first band.
+
+        Raises ConfigError unless they are rising numbers.
+        """
         parts = self.adaptive_cutoffs.split(",") if self.adaptive_cutoffs else []
         numbers = tuple(int(part) for part in parts if part.strip().isdecimal())
         if len(numbers) < len(parts) or any(a >= b for a, b in itertools.pairwise((0, *numbers))):
@@ -127,10 +131,10 @@ class Optimizer(Section):
     name: str = choice("adamw", OPTIMIZERS)
     learning_rate: float = number(2e-3, least=0)
     schedule: str = choice("cosine", SCHEDULES)
-    # Steps over which the learning rate rises. If the schedule decays, more steps than
-    # `train.steps` are clipped to that.
+    # Steps over which the learning rate rises. If the schedule decays, it rises over at most
+    # `train.steps` steps.
     warmup_steps: int = number(50, least=0)
-    # The learning rate at the last step, as a share of `learning_rate`.
+    # The learning rate at the end of the decay, as a share of `learning_rate`.
     final_fraction: float = number(0.1, least=0, most=1)
     weight_decay: float = number(0.1, least=0)
     # `beta1` and `beta2` are the decay rates of AdamW's moments, `momentum` that of Nesterov SGD.

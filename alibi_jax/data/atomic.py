@@ -18,7 +18,7 @@ def atomic_directory(final: Path) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     staging = _hidden_sibling(final)
-    # Not tempfile, whose directories other users of a shared `data_dir` could not read.
+    # tempfile is not used: other users of a shared `data_dir` could not read its directories.
     staging.mkdir()
     try:
         yield staging

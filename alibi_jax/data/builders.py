@@ -84,7 +84,7 @@ class Sotu(TextBuilder):
 
 @dataclasses.dataclass
 class TextFilesConfig(tfds.core.BuilderConfig):
-    """The path of the user's own text. The name of the configuration is the text's fingerprint."""
+    """The path of the user's own text. The builder config's name is the text's fingerprint."""
 
     path: str = ""
 
@@ -233,7 +233,7 @@ def _open_or_prepare(
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silences TFDS, which warns about any configuration that its builder does not list."""
+    """Silences TFDS, which warns about any builder config that the builder does not list."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:

@@ -118,9 +118,9 @@ def wikitext_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
 
 
 def split_point(text: bytes, low: int, high: int) -> int:
-    """The offset at which to cut `text`: after the last line end in (low, high].
+    """The offset at which to cut `text`: the last one in (low, high] that follows a line end.
 
-    Without a line end there, the last start of a character up to `high`. Needs UTF-8 and
+    If there is none, the offset is the last start of a character up to `high`. Needs UTF-8 and
     low <= high < len(text).
     """
     line_end = text.rfind(b"\n", low, high)

@@ -20,8 +20,8 @@ class TrainingBatches:
     """Batches as a function of the step, so that a checkpoint needs no state of an iterator.
 
     The floor((N - 1) / length) windows follow one another without overlap, and each epoch has its
-    own order. Example number step * batch_size + row of the run is the same for any number of
-    processes. Raises DataError if the stream has no whole window.
+    own order. For any number of processes, row r of step s is the run's example number
+    s * batch_size + r. Raises DataError if the stream has no whole window.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class EvaluationWindows:
 
     length: int
     # For each window: the stream index of its first input, its number of inputs (below `length` at
-    # the end of a text), and the index in the window of its first scored target. That index is 0 or
-    # one value that all other windows share.
+    # the end of a text), and the index in the window of its first scored target. All values of
+    # `first_scored` other than 0 are equal.
     starts: Int64[np.ndarray, "W"]
     sizes: Int64[np.ndarray, "W"]
     first_scored: Int64[np.ndarray, "W"]
@@ -109,7 +109,7 @@ class EvaluationWindows:
 
     @property
     def min_context(self) -> int:
-        """The smallest context of a target in windows that do not score all their targets.
+        """The smallest context of a scored target in windows that do not score all their targets.
 
         It is 1 if there are no such windows.
         """
@@ -160,8 +160,9 @@ def evaluation_windows(
 
     Text d is tokens[bounds[d] : bounds[d + 1]]. Together its windows score each of its tokens
     except the first exactly once, in order. The first window of a text scores all of its targets.
-    Later windows score their last `stride` targets, each with a context of at least
-    length - stride + 1 tokens. With stride == length, windows do not overlap.
+    Later windows score their last `stride` targets, or fewer at the end of a text. Each of these
+    has a context of at least length - stride + 1 tokens. With stride == length, windows do not
+    overlap.
 
     Raises:
         ValueError: for a stride that would skip targets.

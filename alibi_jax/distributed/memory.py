@@ -41,9 +41,9 @@ def available_bytes() -> int | None:
 def check_program_fits(compiled: Any, subject: str, remedy: str) -> None:
     """Raises ValueError if a compiled program needs more memory than is free on a device.
 
-    The message says that `subject` needs too much, both numbers, and `remedy`. Temporaries and
-    outputs count; the arguments are in memory already. On a CPU, XLA calls libraries for matrix
-    products and does not know their memory, which is therefore not counted.
+    The message says that `subject` needs too much, gives both numbers and ends with `remedy`.
+    Temporaries and outputs count; the arguments are in memory already. On a CPU, XLA calls
+    libraries for matrix products and does not know their memory, which is therefore not counted.
     """
     free, analysis = available_bytes(), compiled.memory_analysis()
     if free is None or analysis is None:

@@ -100,8 +100,8 @@ def process_zero_first(name: str, prepare: Callable[[], Result]) -> Result:
     """
     if jax.process_count() == 1:
         return prepare()
-    # A collective could time out and could not carry a message. The coordination service can, but
-    # has no public interface.
+    # A collective could time out, and it could not carry a message. The coordination service waits
+    # long enough and carries messages, but it has no public interface.
     service: Any = distributed.global_state.client
     if jax.process_index() == 0:
         try:

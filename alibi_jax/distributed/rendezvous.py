@@ -117,7 +117,7 @@ def _gather_reports(
                 continue
             elif number in connections or number == 0:
                 problem = (
-                    f"process {number} was started twice: give each process another --process_id"
+                    f"process {number} was started twice: give each process its own --process_id"
                 )
             if problem:
                 write_line(connection, {"problem": problem})

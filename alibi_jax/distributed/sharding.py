@@ -88,7 +88,7 @@ def make_mesh(
     replicas = sizes[_SLICE_AXIS]
     if replicas % slices:
         raise ValueError(
-            f"{requested}: mesh.{_SLICE_AXIS}={replicas} does not divide by the {slices} slices, "
+            f"{requested}: mesh.{_SLICE_AXIS}={replicas} is not divisible by the {slices} slices, "
             f"which hold replicas: choose a multiple of {slices}"
         )
     over_slices = {axis: slices if axis == _SLICE_AXIS else 1 for axis in sizes}
@@ -123,7 +123,7 @@ def num_shards(logical: str | None) -> int:
 
 
 def divides_evenly(x: Array | np.ndarray, *logical: str | None) -> bool:
-    """Whether each dimension of `x` divides by the number of shards of its logical axis."""
+    """Whether each dimension of `x` is divisible by the number of shards of its logical axis."""
     return all(length % num_shards(name) == 0 for length, name in zip(x.shape, logical))
 
 
@@ -157,7 +157,7 @@ def moment_sharding(param: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> Name
 def constrain(x: Array, *logical: str | None) -> Array:
     """Constrains `x` to the sharding of these logical axes. No effect outside `jax.set_mesh`.
 
-    An axis whose size does not divide by its number of shards is not sharded.
+    An axis whose size is not divisible by its number of shards is not sharded.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return x
@@ -176,8 +176,8 @@ def map_over_shards(
 
     `axes` has the logical axes of each argument and `out` those of the result; an argument may be
     None. This is for code that the compiler cannot shard by itself: loops over rows or heads, and
-    kernels. With one device, inside another `jax.shard_map`, or if sizes do not divide evenly,
-    `function` is called on the whole arrays.
+    kernels. With one device, outside `jax.set_mesh`, inside another `jax.shard_map`, or if sizes do
+    not divide evenly, `function` is called on its arguments as they are.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if all(kind != AxisType.Auto for kind in mesh.axis_types) or mesh.size == 1:

@@ -22,8 +22,9 @@ _GRACE = 5.0
 class Watchdog:
     """The connections of a process to the others, and a thread that listens to them.
 
-    Process 0 forwards the failures that it hears of and ends last, because it runs JAX's
-    coordinator: without the coordinator JAX would end the other processes with a stack trace.
+    Process 0 forwards the first failure that it hears of, because the other processes are connected
+    only to process 0. Process 0 ends last, because it runs JAX's coordinator: without the
+    coordinator JAX would end the other processes with a stack trace.
     """
 
     def __init__(self, process_id: int, num_processes: int, connections: Connections):
@@ -31,7 +32,8 @@ class Watchdog:
         self._name = f"process {process_id} of {num_processes}"
         self._connections = connections
         # The first process that failed or died, and the time until which this process may still
-        # end by an error of its own.
+        # end by an error of its own. After its report of that failure, process 0 uses the deadline
+        # as the time until which it waits for the others.
         self._failed_process: int | None = None
         self._deadline = float("inf")
         # Held by the thread that ends this process.
@@ -61,7 +63,7 @@ class Watchdog:
             self._send_to_all({"failed": self._process_id})
         if self._process_id == 0:
             self._all_disconnected.wait(2 * _GRACE)
-        # Not sys.exit, because JAX would then wait for all other processes.
+        # sys.exit is not used: with it JAX would wait for all other processes.
         os._exit(code)
 
     def _peer_failure_message(self) -> str:

@@ -79,7 +79,10 @@ def _mean_statistics(
     length: int,
     starts: Int64[np.ndarray, "W"],
 ) -> list[np.ndarray]:
-    """Entropy and distance `[L, N]` and scores `[L, N, T]`: float64 means over the windows."""
+    """Entropy, distance and scores by layer and head: float64 means over the windows.
+
+    The scores have a third axis, the distance in tokens.
+    """
     batch_size = sharding.axis_size(mesh, "batch")
     placement = sharding.named_sharding(mesh, "batch", None)
     rows = sharding.addressable_rows(placement, batch_size)
@@ -87,7 +90,7 @@ def _mean_statistics(
     def statistics(params: Any, inputs: Array) -> AttentionStatistics:
         return nnx.merge(graphdef, params).attention_statistics(inputs)
 
-    # Replicated, so that every process holds all statistics and computes the same sums.
+    # The statistics are replicated, so that every process holds all and computes the same sums.
     compiled = jax.jit(statistics, out_shardings=sharding.named_sharding(mesh))
     inputs = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=placement)
     sums = [np.zeros(()) for _ in AttentionStatistics._fields]

@@ -64,7 +64,7 @@ class Clusters:
 def make_clusters(
     targets: Integer[np.ndarray, "M"], document_starts: Integer[np.ndarray, "D"], seed: int
 ) -> Clusters:
-    """Groups targets by document, or by stretch of the text with fewer than ten documents.
+    """Groups targets by document; if there are fewer than ten documents, by stretch of the text.
 
     Stretches have equal numbers of targets. With more than a thousand documents, neighbouring
     documents form a group. `targets` are indices in the stream, in order.

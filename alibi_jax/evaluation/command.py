@@ -25,7 +25,7 @@ VERSION = 2
 def evaluate(
     workdirs: list[str], options: EvaluationOptions, out: pathlib.Path | None = None
 ) -> int:
-    """Evaluates runs, writes results, figures and report, and prints tables and a text per run.
+    """Evaluates runs, writes results, figures and report, prints tables and a paragraph per run.
 
     `workdirs` are folders or patterns such as runs/*; `out` is by default eval/ in the first
     folder. Each rescaling is applied to the runs that it is defined for. After an interruption the

@@ -25,12 +25,13 @@ def decompose(
     base: int,
     clusters: Clusters,
 ) -> dict[str, Any]:
-    """The parts of the gain from length `base` to each other length, in nats.
+    """The parts of the gain from length `base` to each length, in nats; `base` itself gains 0.
 
     `nonoverlapping` and `fixed` hold, by length, the losses of the same targets; a length that one
     of them lacks is left out. `contexts` holds each target's context in non-overlapping windows.
-    Each number comes with its interval. All intervals use the same resamples, so that what the
-    targets have in common does not count as noise.
+    Each loss and each gain comes with its interval. A gain's interval is computed from the
+    difference of each target's losses, so that the difficulty that a target has at both lengths
+    does not count as noise. All intervals use the same resamples.
     """
     lengths = sorted(nonoverlapping.keys() & fixed.keys())
     base_losses = _losses(nonoverlapping[base], fixed[base])

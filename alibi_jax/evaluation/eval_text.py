@@ -14,7 +14,7 @@ from alibi_jax.data.token_streams import document_starts, token_stream
 from alibi_jax.data.tokenizers import Tokenizer
 from alibi_jax.data.windows import num_eligible, sample_targets
 
-# A length is left out of the sample where fewer targets than this can have that much context.
+# The sample supports a length only if at least this many targets can have that much context.
 _MIN_SAMPLED = 30
 
 
@@ -63,7 +63,11 @@ class EvaluationText:
         }
 
     def sample(self, lengths: Sequence[int], count: int, seed: int) -> Sample:
-        """Samples `count` targets that have context for every length that enough targets allow."""
+        """Samples at most `count` targets, all with enough context for every supported length.
+
+        A length is supported if enough targets can have that much context: `_MIN_SAMPLED`, or
+        `count` if that is less. If no length is supported, the sample is empty.
+        """
         minimum = min(count, _MIN_SAMPLED)
         supported = [n for n in lengths if num_eligible(self.bounds, n).sum() >= minimum]
         if not supported:

@@ -94,7 +94,7 @@ class Protocol:
         return PROTOCOLS[self.name]
 
     def stride_at(self, length: int) -> int:
-        """The number of targets that each window scores past the first window of a text."""
+        """The number of targets that each window after the first window of a text scores."""
         if self.record.scores_sample:
             return 1
         return length if self.stride is None else self.stride

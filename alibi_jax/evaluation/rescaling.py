@@ -1,6 +1,7 @@
 """Rescaled positions: how a trained model reads inputs longer than its training length.
 
-No length affects another one: a factor is a function of the evaluation length alone.
+The results at one evaluation length do not depend on the other lengths that are evaluated: each
+length has its own factor.
 """
 
 import dataclasses
@@ -18,8 +19,8 @@ class Rescaling:
 
     The default factor is the evaluation length divided by the training length. `linear` divides
     positions, or ALiBi's slopes, by the factor (arXiv 2306.15595, 2310.13017). `ntk` and `yarn` are
-    those of arXiv 2309.00071. `dynamic_ntk` is `ntk` with a factor that grows with the length, from
-    1 at the training length; the factor given here sets how fast it grows.
+    the methods of these names in arXiv 2309.00071. `dynamic_ntk` is `ntk` with a factor that grows
+    with the length, from 1 at the training length. The field `factor` sets how fast it grows.
     """
 
     name: str = "none"

@@ -10,7 +10,8 @@ from alibi_jax.evaluation.eval_text import EvaluationText
 from alibi_jax.evaluation.protocols import NONOVERLAPPING, SLIDING
 from alibi_jax.evaluation.scoring import Scores
 
-# The perplexity of a larger loss, in nats, may overflow float64, and JSON has no infinity.
+# The limit of a mean loss, in nats. The perplexity of a larger loss may overflow float64, and JSON
+# has no infinity.
 _MAX_NLL = 700.0
 
 

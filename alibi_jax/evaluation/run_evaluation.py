@@ -76,7 +76,8 @@ class RunEvaluation:
         run, options, length = self.run, self.options, windows.length
         if length not in self._scorers:
             self._scorers[length] = Scorer(self.graphdef(length), run.mesh, options.batch_tokens)
-        # Everything that determines the losses, except the code of the package.
+        # The identity has everything that determines the losses, except the package's code and
+        # JAX's version, which `UnfinishedLosses` adds.
         identity = {
             "workdir": str(run.workdir.resolve()),
             "step": run.metadata.step,

@@ -17,7 +17,7 @@ from alibi_jax.evaluation.run_evaluation import RunEvaluation
 # Attention is measured over at most 16 windows, which together have at most 32768 tokens unless a
 # single window has more.
 _MAX_ATTENTION_WINDOWS, _MAX_ATTENTION_TOKENS = 16, 32768
-# The errors of a length that the text, the model, or the compiled program does not allow.
+# The errors that a length raises if the text, the model or the memory does not allow it.
 _LENGTH_ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 
 

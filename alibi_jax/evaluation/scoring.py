@@ -40,11 +40,14 @@ class Scores:
 
     @property
     def mean_nll(self) -> float:
-        """The mean loss in nats per target; the only division."""
+        """The mean loss in nats per target. The sum is divided only here."""
         return self.total_nll / len(self.nll)
 
     def by_context(self, values: Any = 1.0) -> Float64[np.ndarray, "L"]:
-        """The sum of `values` (default: the count) of targets with 1, 2, ... tokens of context."""
+        """The sum of `values` over the targets with 1, 2, ... tokens of context.
+
+        By default it is the number of these targets.
+        """
         weights = np.broadcast_to(np.asarray(values, np.float64), self.nll.shape)
         return np.bincount(self.contexts - 1, weights)
 
@@ -68,7 +71,8 @@ class Scorer:
             hidden = model.hidden_states(inputs, last=targets.shape[1])
             return model.token_nll(hidden, targets)
 
-        # Replicated, so that every process holds all losses and computes the same sums.
+        # The losses are replicated, so that every process holds all of them and computes the same
+        # sums.
         self._nll = jax.jit(nll, out_shardings=sharding.named_sharding(mesh))
 
     def batch_size(self, num_windows: int, length: int) -> int:
@@ -160,7 +164,8 @@ class Scorer:
                 for name in ("inputs", "targets")
             )
             losses = program(params, inputs, targets)
-            # Collected one batch late, so that the devices already work on the next batch.
+            # Losses are collected one batch late, so that the devices already work on the next
+            # batch.
             if pending is not None:
                 yield collect(*pending)
             pending = (losses, indices, batch["scored"])

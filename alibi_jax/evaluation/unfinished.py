@@ -20,8 +20,8 @@ class UnfinishedLosses:
     """A folder with one file of losses per scoring; process 0 alone reads and writes it.
 
     The name of a file is a hash of everything that determines the losses: the `identity` that the
-    caller gives, and the source code of the package. Losses are used again only under the same
-    identity and by the same code.
+    caller gives, the source code of the package, and JAX's version. Losses are used again only if
+    all three are the same.
     """
 
     def __init__(self, folder: pathlib.Path):

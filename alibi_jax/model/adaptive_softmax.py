@@ -5,7 +5,8 @@ falling frequency. The tokens between two cutoffs form a band. The vectors of ea
 `model.adaptive_factor` times narrower than the vectors of the previous band. One softmax gives the
 probabilities of the first band's tokens and, as further classes, of the other bands. The
 probability of a token in another band is the probability of its band times its probability within
-the band. Input and output share all tables and projections.
+the band. Input and output share all tables, and all projections except the first band's: the output
+has no projection for that band.
 
 Axes: B batch, T tokens, D width, V vocabulary, R rows of a table, K width of a band, N targets.
 """
@@ -127,7 +128,8 @@ class AdaptiveVocabulary(nnx.Module):
         With a `training_key` there is dropout on the input of the first softmax, and on the
         narrower inputs of the others.
         """
-        # Each device computes its own tokens with all tables, even if the mesh shards the tables.
+        # Each device computes the losses of its own tokens from whole tables, even if the mesh
+        # shards the tables.
         token_axis = "tokens" if divides_evenly(targets, "batch", "tokens") else "sequence"
         row_axes = ("batch", token_axis)
         inputs = self._band_inputs(hidden, training_key)

@@ -1,6 +1,7 @@
 """Queries and keys after the position method of their layer was applied.
 
-Axes: B batch, T queries, S keys, N query heads, K key heads, H head size.
+Axes: B batch, T queries, S keys, N query heads, K key heads, H head size, R head size after the
+position method.
 """
 
 from typing import NamedTuple

@@ -54,8 +54,8 @@ def check_model_fits(model: configs.Model, mesh: jax.sharding.Mesh) -> None:
     ff = model.ff_width or 4 * model.width
     check_divides(f"model.width={model.width}", model.width, "embed", mesh)
     check_divides(f"model.num_heads={model.num_heads}", model.num_heads, "heads", mesh)
-    check_divides(f"model.num_kv_heads={model.num_kv_heads}", kv_heads, "kv_heads", mesh)
-    check_divides(f"model.ff_width={model.ff_width}", ff, "ff", mesh)
+    check_divides(f"model.num_kv_heads={kv_heads}", kv_heads, "kv_heads", mesh)
+    check_divides(f"model.ff_width={ff}", ff, "ff", mesh)
     check_divides(f"the vocabulary in multiples of {ROW_MULTIPLE}", ROW_MULTIPLE, "vocab", mesh)
     for number in range(1, len(model.cutoffs) + 1):
         width = band_width(model, number)
@@ -72,6 +72,6 @@ def check_divides(what: str, size: int, logical: str, mesh: jax.sharding.Mesh) -
     if size % devices:
         axes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in LOGICAL_AXIS_RULES[logical])
         raise configs.ConfigError(
-            f"{what} does not divide by the {devices} devices of {axes}: "
+            f"{what} is not divisible by the {devices} devices of {axes}: "
             f"choose a multiple of {devices}, or another mesh"
         )

@@ -56,7 +56,7 @@ class KVCache(NamedTuple):
         """The layout of the next tokens, and the cache with their positions but not their keys.
 
         `token_mask` is False for padding. Raises ValueError if the tokens do not fit and
-        `num_tokens` is not traced.
+        `num_tokens` is not traced, and in any case if T is more than the number of slots.
         """
         length, capacity = token_mask.shape[1], self.capacity
         end = self.num_tokens + length
@@ -79,9 +79,9 @@ class BoundedKVCache(NamedTuple):
     """A cache in which each head keeps the keys and values of recent tokens only.
 
     The slope of a head gives older tokens a negligible weight: the steeper the slope, the fewer
-    tokens the head keeps. The cache takes any number of tokens. `num_tokens` is
-    their number so far with padding, and `row_lengths` the number of tokens of each row without
-    padding.
+    tokens the head keeps. The cache takes any number of tokens. `num_tokens` is the number of
+    tokens per row so far, padding included. `row_lengths` is the number of tokens of each row,
+    padding not included.
     """
 
     layers: tuple[RollingCache, ...]
@@ -172,8 +172,8 @@ def init_bounded_kv_cache(
 def linear_bias_slopes(name: str, position: PositionMethod) -> Float[Array, "N"]:
     """The slopes of a position method, `name`, that is a linear bias and nothing else.
 
-    The slopes are concrete even under a trace, unless they are learned. Raises ValueError for any
-    other method: with it, keys may have weight at any distance.
+    The slopes are concrete even under a trace, unless they are learned. Raises ValueError for a
+    method that is not a linear bias alone, because its keys may have weight at any distance.
     """
     with jax.ensure_compile_time_eval():
         bias = position.bias()

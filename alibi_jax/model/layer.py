@@ -25,7 +25,10 @@ NORMS: dict[str, Any] = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}
 
 
 class FeedForward(nnx.Module):
-    """A feed-forward network: two projections with an activation between them, gated or not."""
+    """A feed-forward network: two projections with an activation between them.
+
+    A gated network has a third projection, the gate. The activation of the gate multiplies `up`.
+    """
 
     def __init__(self, config: configs.Model, *, rngs: nnx.Rngs):
         width, ff = config.width, config.ff_width or 4 * config.width

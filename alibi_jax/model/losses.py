@@ -1,7 +1,9 @@
 """The next-token loss, without storing the logits of all tokens.
 
-Losses are pairs (sum, count), which the caller divides. Axes: B batch, T tokens, D width, R rows of
-the unembedding.
+`token_nll` gives one loss per target. `weighted_sum` gives the sum of the losses and the sum of
+their weights, and the caller divides the two.
+
+Axes: B batch, T tokens, D width, R rows of the unembedding.
 """
 
 from collections.abc import Callable
@@ -75,7 +77,8 @@ def map_token_chunks(
         return jnp.moveaxis(x.reshape(batch, shards, chunks, size, *x.shape[3:]), 2, 0)
 
     def apply_to_chunk(_: None, chunk: tuple[Array, Array]) -> tuple[None, Array]:
-        # The chunks of all shards stand side by side, so that each device keeps its number of rows.
+        # The chunks of all shards stand side by side along the sequence, so that each device
+        # computes the chunk of its own shard.
         hidden, targets = (x.reshape(batch, shards * size, *x.shape[3:]) for x in chunk)
         if shards > 1:
             hidden = sharding.constrain(hidden, "batch", "sequence", None)

@@ -1,6 +1,6 @@
 """The causal self-attention of a layer: projections, position method and sharding.
 
-Axes: B batch, T queries, S keys, D width, N query heads, K key heads, H head size.
+Axes: B batch, T queries, S keys, D width, N query heads, K key heads, H head size, V value size.
 """
 
 import functools

@@ -9,7 +9,9 @@ from jaxtyping import Array, Int
 
 
 class TokenLayout(NamedTuple):
-    """The positions and segments of queries and keys, which are the same in all layers.
+    """The positions and segments of queries and keys.
+
+    All layers share one layout, except that the final layer may have fewer queries.
 
     Query t has the index `offset` + t among the keys. With `consecutive_positions`, the positions
     in a segment are consecutive, so that two tokens are as far apart by position as by index.

@@ -113,7 +113,7 @@ class Transformer(nnx.Module):
         """An empty cache for `capacity` tokens per row; `hidden_states_with_cache` fills it.
 
         A `tolerance` is for models with linear biases only. Each head then keeps only its last
-        keys. It keeps just enough of them that the omitted keys together have at most the share
+        keys. The head keeps enough of them that the omitted keys together have at most the share
         `tolerance` of a row's attention weight. This holds for queries q whose own key k satisfies
         |q|·K/sqrt(H) − q·k/sqrt(H) <= `gap`, where K is the greatest norm of a key and H is the
         head size. No head keeps more than `capacity` keys, and the number of tokens is not limited.

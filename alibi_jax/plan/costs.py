@@ -22,9 +22,10 @@ def step_bytes(
 ) -> float:
     """An estimate of the bytes that a step reads and writes in each device's memory.
 
-    Each pass over a micro-batch reads the gathered weights once, writes and reads the arrays of
-    each layer once, and reads the logits once. The update reads and writes the parameters and the
-    optimizer state, `optimizer_bytes` on each device, and reads the gradients.
+    Each pass over a micro-batch writes and reads the gathered weights once. It also writes and
+    reads the arrays of each layer once, and the backward pass does so twice. A step writes and
+    reads the logits three times. The update reads and writes the parameters and the optimizer
+    state, `optimizer_bytes` on each device, and reads the gradients.
     """
     model, train = config.model, config.train
     size = 4 if model.dtype == "float32" else 2

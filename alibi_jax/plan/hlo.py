@@ -37,8 +37,8 @@ class Collective:
 def collectives(text: str) -> list[Collective]:
     """The collectives of an optimised program; those in a loop count once per iteration.
 
-    A loop whose number of iterations is unknown counts once. Only the last branch of a conditional
-    counts, which in `jax.lax.cond` is the branch for a true predicate.
+    A loop whose number of iterations is unknown counts once. Of a conditional, only the last branch
+    counts. In `jax.lax.cond`, this is the branch for a true predicate.
     """
     computations = _computations(text)
     counts = _executions(computations)

@@ -108,7 +108,10 @@ def ranking(
     compiled: list[tuple[Program, Roofline | None]],
     num_meshes: int,
 ) -> str:
-    """A table of the `compiled` meshes out of `num_meshes`: those that fit first, fastest first."""
+    """A table of the `compiled` meshes out of `num_meshes`.
+
+    The meshes that fit come before those that do not, and the fastest comes first.
+    """
     assert target.device is not None
     memory = target.device.memory
 

@@ -30,8 +30,9 @@ def search_meshes(config: Config, vocab_size: int, target: Target) -> bool:
     meshes = candidate_meshes(config, target)
     if not meshes:
         raise ConfigError(
-            f"--plan={target.text},search: no mesh of {len(target.devices)} devices divides "
-            "train.batch_size, model.width and model.num_heads: change one of them"
+            f"--plan={target.text},search: no mesh of {len(target.devices)} devices divides the "
+            "rows of a micro-batch (train.batch_size/train.accumulation), train.length and the "
+            "model's width, heads and ff_width: change one of them"
         )
     compiled = []
     to_compile = meshes[:_MAX_COMPILED]
@@ -48,9 +49,10 @@ def search_meshes(config: Config, vocab_size: int, target: Target) -> bool:
 def candidate_meshes(config: Config, target: Target) -> list[Mesh]:
     """The meshes that divide the run's sizes, without unpromising ones; most promising first.
 
-    Meshes that shard only rows and parameters come first, best with `data` and `fsdp` of similar
-    size. Then come meshes with tensor parallelism, for whose communication each layer waits.
-    `context` is larger than 1 only where the rows do not divide by the devices otherwise.
+    The meshes are sorted by log2(tensor · context) + |log2(fsdp / data)| / 2: a mesh that shards
+    only rows and parameters comes early if `data` and `fsdp` have similar sizes, and each layer
+    waits for the communication of a mesh with tensor parallelism. `context` is above 1 only where
+    the rows of a micro-batch are not divisible by the number of devices / `tensor`.
     """
     devices = len(target.devices)
     slices = len({getattr(device, "slice_index", 0) for device in target.devices})

@@ -9,8 +9,8 @@ from alibi_jax.biases import Bias
 class PositionMethod(nnx.Module):
     """No position method (NoPE): every hook leaves its inputs unchanged.
 
-    Other methods override some hooks. The model calls `embed`, `training_positions` and
-    `max_length` only for methods that all layers share; it calls the other hooks in each layer.
+    Other methods override some hooks. The model uses `embed`, `training_positions` and
+    `max_length` only for methods that all layers share; it uses the other members in each layer.
 
     Without a position method, causal attention by itself tells a token how many tokens came before
     it (Kazemnejad et al. 2023, arXiv 2305.19466).
@@ -18,7 +18,7 @@ class PositionMethod(nnx.Module):
 
     # The longest input that the method can handle; None: it handles any length.
     max_length: int | None = None
-    # The number of gates of a token in each layer (`gates`); keys and values are cached with them.
+    # The number of gates of a token in each layer (`gates`). The cache holds the gates too.
     num_gates: int = 0
 
     def training_positions(
@@ -50,8 +50,8 @@ class PositionMethod(nnx.Module):
     def gates(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N"] | None:
         """The log forget gates, float32, from a layer's normalised inputs; None: no gates.
 
-        The sum of the log gates after a key, up to and including the query, is added to their
-        score.
+        The score of a query and a key gets the sum of the log gates of all tokens after the key,
+        up to and including the query.
         """
         return None
 

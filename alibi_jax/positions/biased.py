@@ -37,7 +37,7 @@ class Alibi(PositionMethod):
 
     def slopes(self) -> Slopes:
         """The slopes of all heads, whatever the sharding."""
-        # Concrete values even under a trace: attention decides by them what to compute.
+        # The slopes are concrete even under a trace: attention needs them to decide what to skip.
         return np.asarray(alibi_slopes(self.num_heads)) / np.float32(self.slope_divisor)
 
     def bias(self) -> Bias:
@@ -83,9 +83,9 @@ _KERPLE_MINIMUM = 1e-2
 class KerpleLog(PositionMethod):
     """KERPLE's logarithmic kernel (Chi et al. 2022, arXiv 2205.09921), with parameters per layer.
 
-    The bias is -r1·log(1 + r2·|i-j|). Initial values are drawn as in the authors' code, r1 from
-    U(0, 2) and r2 from U(0, 1). The parameters are the logarithms of r1 and r2, which keeps both
-    positive.
+    The bias is -r1·log(1 + r2·|i-j|). The initial r1 is drawn from U(0.01, 2) and r2 from
+    U(0.01, 1). The authors' code draws from U(0, 2) and U(0, 1) and clamps to at least 0.01. The
+    parameters are the logarithms of r1 and r2, which keeps both positive.
     """
 
     def __init__(self, num_heads: int, rngs: nnx.Rngs):
@@ -101,9 +101,9 @@ class KerpleLog(PositionMethod):
 class KerplePower(PositionMethod):
     """KERPLE's power kernel (Chi et al. 2022, arXiv 2205.09921), with parameters per layer.
 
-    The bias is -r1·|i-j|^r2. Initial values are drawn as in the authors' code, r1 from U(0, 1) and
-    r2 from U(0, 2). The parameters are the logarithm of r1 and the log-odds of r2/2, which keeps r1
-    positive and r2 between 0 and 2.
+    The bias is -r1·|i-j|^r2. The initial r1 is drawn from U(0.01, 1) and r2 from U(0.01, 1.99). The
+    authors' code draws from U(0, 1) and U(0, 2) and clamps to at least 0.01. The parameters are the
+    logarithm of r1 and the log-odds of r2/2, which keeps r1 positive and r2 between 0 and 2.
     """
 
     def __init__(self, num_heads: int, rngs: nnx.Rngs):
@@ -179,9 +179,9 @@ class Fire(PositionMethod):
 class Fox(PositionMethod):
     """Forgetting Transformer's gates (Lin et al. 2025, arXiv 2503.02130), parameters per layer.
 
-    The score of a key falls by the gates of all tokens after it, up to and including the query:
-    ALiBi with a slope that depends on the text. The gates are sigmoids of a projection of the
-    layer's inputs.
+    The gates are sigmoids of a projection of the layer's inputs. The score of a key gets the sum of
+    the log gates of all tokens after it, up to and including the query. Log gates are at most 0, so
+    the method is like ALiBi with slopes that depend on the text.
     """
 
     def __init__(self, width: int, num_heads: int, rngs: nnx.Rngs):

@@ -83,9 +83,9 @@ class Learned(PositionMethod):
         """Token embeddings with the table's rows added, in the dtype of `x`.
 
         Raises:
-            ValueError: when a position is past the end of the table and is known while tracing.
-                A position past the end that is not known while tracing raises no error: it gives
-                NaN, never the row of another position.
+            ValueError: when there are more positions in a row than the table has rows, or when a
+                position is past the end of the table and is known while tracing. Otherwise a
+                position past the end gives NaN, never the row of another position.
         """
         table = self.table[...]
         length = positions.shape[-1]

@@ -47,7 +47,7 @@ class MethodSpec:
 
 def _rotary(config: Model, train_length: int, rngs: nnx.Rngs) -> Rotary:
     size, factor = config.head_size, config.rescaling_factor
-    # Concrete frequencies even where the model is made under a transformation.
+    # `Rotary` needs concrete frequencies even where the model is made under a transformation.
     with jax.ensure_compile_time_eval():
         match config.rescaling:
             case "linear":
@@ -116,8 +116,8 @@ def make_position_method(
 ) -> PositionMethod:
     """The position method with this name; a learned table has `train_length` rows.
 
-    Raises ValueError for a method made for each layer that overrides a hook which the model calls
-    only for methods that all layers share.
+    The model uses `embed`, `training_positions` and `max_length` only for methods that all layers
+    share. Raises ValueError if a method with `per_layer` overrides one of them.
     """
     spec = METHODS[name]
     method = spec.make(config, train_length, rngs)

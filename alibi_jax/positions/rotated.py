@@ -13,8 +13,8 @@ class Rotary(PositionMethod):
     """Rotary positions (Su et al. 2021, equation 34): queries and keys rotate with the position.
 
     `frequencies` are the speeds of the pairs of features, in radians per position; rescaled
-    frequencies extend the usable length. Queries and keys are each multiplied by `temperature`
-    (YaRN).
+    frequencies extend the usable length. The scores are those of queries and keys that are each
+    multiplied by `temperature` (YaRN).
     """
 
     def __init__(self, frequencies: Float[Array, "R"], temperature: float = 1.0):
@@ -73,7 +73,7 @@ class TransformerXL(PositionMethod):
         query_positions: Int[Array, "*#B T"],
         key_positions: Int[Array, "*#B S"],
     ) -> tuple[Float[Array, "B T N R"], Float[Array, "B S K R"]]:
-        """Queries and keys with D more features, whose dot product is the relative term."""
+        """Queries and keys with D more features, so that plain attention has these scores."""
         return transformer_xl(
             query,
             key,

@@ -20,8 +20,8 @@ _FORMER_NAMES = ("split",)
 def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
     """Writes results.json, results.csv, the figures and report.html; returns their paths.
 
-    No file is ever incomplete. Removes figures of an earlier evaluation in the folder that these
-    results do not have.
+    No file is ever incomplete. If an earlier evaluation left figures in the folder, those that
+    these results do not have are removed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Read before results.json is replaced.

@@ -38,7 +38,7 @@ _DESCRIPTIONS = {
     "sliding": ProtocolDescription(
         figure="extrapolation_sliding",
         title="sliding windows",
-        question="Does the perplexity hold when hardly any target has little context?",
+        question="Does the perplexity hold when almost every target has long context?",
         caption="Perplexity in sliding windows by evaluation length. After the first window of a "
         "text, each window scores only its last S targets, where S is the stride.",
         has_stride=True,

@@ -85,7 +85,7 @@ def measured_attention(run: Entry) -> list[Entry]:
 
 
 def error_notes(run: Entry) -> list[str]:
-    """One note for each missing result: what is missing, and the error."""
+    """One note for each missing row, attention statistic and passage: its name and the error."""
     parts = [(f"{protocol_name(row)} at {row['length']:,}", row) for row in run["rows"]]
     parts += [(f"attention at {entry['length']:,}", entry) for entry in run["attention"]]
     parts.append(("passage", (run["gain"] or {}).get("passage") or {}))
@@ -98,9 +98,10 @@ def includes_zero(estimate: Entry) -> bool:
 
 
 def whole_context_hurts(entry: Entry) -> bool:
-    """Whether, at this length L, targets with the whole context have a higher loss: F(L) > N(L).
+    """Whether, at this length L, the whole context raises the loss significantly: F(L) > N(L).
 
-    N(L) is the loss in non-overlapping windows, where most targets see fewer than L tokens. The
+    F(L) is the loss of targets that see exactly L tokens. N(L) is their loss in non-overlapping
+    windows, where most of them see fewer than L tokens. Without an interval any rise counts. The
     part `early_tokens` of the gain then does not measure early tokens, but how much of the higher
     loss the windows hide.
     """

@@ -22,10 +22,10 @@ from alibi_jax.report.runs import (
     position_label,
 )
 
-# Relative change of a perplexity or an attention resolution that counts as a break-down, or as a
-# fall or rise.
+# A relative rise of perplexity above this number counts as a break-down. A relative change of
+# attention resolution above it counts as a fall or a rise.
 _CLEAR_CHANGE = 0.1
-# Relative rise of perplexity up to which no sentence mentions it.
+# No sentence mentions a relative rise of perplexity up to this number.
 _SLIGHT_RISE = 0.01
 # Number of key targets below which LongPPL is called uncertain.
 _MIN_KEY_TARGETS = 30

@@ -35,7 +35,10 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _perplexities(runs: list[Entry]) -> str:
-    """A line for each run and protocol, a column for each length, * at the lowest of a column."""
+    """A line for each run and protocol, a column for each length.
+
+    A * marks the lowest perplexity of a protocol and length among comparable runs.
+    """
     lowest_per_run = lowest_perplexities(runs)
     rows = [(run, row, lowest) for run, lowest in zip(runs, lowest_per_run) for row in run["rows"]]
     lengths = sorted({row["length"] for _, row, _ in rows})

@@ -69,7 +69,9 @@ def ntk_frequencies(
     Peng et al. 2023 (YaRN), section 3.1, definition 1; found by bloc97.
     """
     if size == 2:
-        raise ValueError("size=2 must be at least 4: the base does not change a single pair")
+        raise ValueError(
+            "size=2 must be at least 4: the frequency of the first pair does not depend on the base"
+        )
     return rotary_frequencies(size, base=base * _checked_factor(factor) ** (size / (size - 2)))
 
 

@@ -68,7 +68,6 @@ def centre_positions(
     keys = jnp.asarray(key_positions, jnp.int32)
     first = jnp.minimum(queries.min(-1, keepdims=True), keys.min(-1, keepdims=True))
     last = jnp.maximum(queries.max(-1, keepdims=True), keys.max(-1, keepdims=True))
-    # Halve the span, not the sum of the ends: the sum would overflow, and its rounding would depend
-    # on where the range lies.
+    # Halve the span, not the sum of the ends: the sum of two large positions would overflow int32.
     middle = first + (last - first) // 2
     return queries - middle, keys - middle

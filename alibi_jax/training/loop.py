@@ -57,8 +57,9 @@ def check_same_text(
     """Raises ConfigError if the run in `workdir` was trained on another text or vocabulary."""
     if (saved.text, saved.tokenizer) != (text, tokenizer.to_dict()):
         raise ConfigError(
-            f"the run in {workdir} was trained on another text than data.dataset gives now: "
-            "restore that text to resume the run, or give another --workdir to start a new one"
+            f"the run in {workdir} was trained on another text or vocabulary than data.dataset and "
+            "data.tokenizer give now: restore them to resume the run, or give another --workdir to "
+            "start a new one"
         )
 
 

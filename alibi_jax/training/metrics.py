@@ -11,8 +11,9 @@ import jax
 class MetricsWriter:
     """Writes `<workdir>/metrics.jsonl` and `<workdir>/tensorboard`; a context manager.
 
-    A run that resumes after step `resume_step` first drops the lines of later steps, so that the
-    files are the same as those of a run without interruption.
+    A run that resumes after step `resume_step` first drops the lines of later steps and tells
+    TensorBoard to ignore its points of later steps. So each step is shown once, as in a run without
+    interruption.
     """
 
     def __init__(self, workdir: pathlib.Path, resume_step: int):

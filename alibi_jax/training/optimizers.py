@@ -15,7 +15,8 @@ from alibi_jax.model.layer_stack import is_stacked
 def make_schedule(config: Optimizer, steps: int) -> optax.Schedule:
     """The learning rate by step: linear warm-up, then cosine, linear or constant.
 
-    The decay ends at `learning_rate * final_fraction` on step `steps`.
+    Steps count from 0. The decay would reach `learning_rate * final_fraction` at step `steps`,
+    one step after the last step of the run.
     """
     peak, warmup = config.learning_rate, clipped_warmup(config, steps)
     after = SCHEDULES[config.schedule].make(config, max(1, steps - warmup))
@@ -63,9 +64,10 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
 
 
 def _clip_by_rms(updates: Any, params: Any) -> Any:
-    """Update clipping (Shazeer & Stern 2018, section 6): scales each matrix to an RMS of at most 1.
+    """Update clipping (Shazeer & Stern 2018, section 6).
 
-    `optax.clip_by_block_rms` would treat the stacked matrices of all layers as one.
+    Scales each layer's update of each parameter to a root mean square of at most 1.
+    `optax.clip_by_block_rms` would treat the stacked parameters of all layers as one.
     """
 
     def clip(path: Any, x: Array) -> Array:

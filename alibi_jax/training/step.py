@@ -67,7 +67,7 @@ def summed_gradients(
 
 
 def check_fits(config: Config, mesh: jax.sharding.Mesh) -> None:
-    """Raises ConfigError unless all sizes of the model and of training divide by the mesh."""
+    """Raises ConfigError unless the mesh divides all sizes of the model and of training."""
     check_model_fits(config.model, mesh)
     train = config.train
     rows = train.batch_size // train.accumulation

@@ -27,7 +27,7 @@ class ThroughputMeter:
     """Times training steps and averages over an interval between two logs; a context manager.
 
     The time of a step runs from the end of the previous step to its own end, so it includes
-    waiting for data and for anything else.
+    waiting for data. It leaves out work before `begin_step`, such as a save, and work in `untimed`.
     """
 
     def __init__(self, config: Config, vocab_size: int, mesh: jax.sharding.Mesh):
@@ -76,9 +76,9 @@ class ThroughputMeter:
     def metrics(self) -> dict[str, float]:
         """The metrics of the interval so far, named in THROUGHPUT_METRICS.
 
-        `tokens_per_second` and `mfu` (model FLOPs divided by what the devices compute at their
-        peak in bfloat16, absent if that is not known) are over the whole interval. `step_seconds`
-        is the median. `compile_seconds` is the compile time since the last call.
+        `tokens_per_second` and `mfu` are over the whole interval. `mfu` is the model FLOP/s divided
+        by the peak FLOP/s of the devices in bfloat16; it is absent if the peak is not known.
+        `step_seconds` is the median. `compile_seconds` is the compile time since the last call.
         `peak_memory_bytes` is the peak of one device since the start of the process.
         """
         elapsed = time.perf_counter() - self._interval_start

@@ -18,8 +18,7 @@ vocabulary has 9 more entries, for special tokens and padding. The differences f
   sines fill one half and cosines the other, and positions begin at 2.
 
 Below are parts of two plans, whose times are estimates. The first is for a v4-128, with
-`--plan=v4:4x4x4 --config.mesh.data=1 --config.mesh.fsdp=16 --config.mesh.tensor=4`: the best of the
-seven meshes that `--plan=v4:4x4x4,search` compiled.
+`--plan=v4:4x4x4 --config.mesh.data=1 --config.mesh.fsdp=16 --config.mesh.tensor=4`.
 
     memory of one device (from the compiler, which took 131 s)
       parameters, float32                                    0.015 GiB
@@ -49,7 +48,7 @@ too few to use 256 devices well.
       all three at the same time: 22.0 ms, MFU 9%, 0.07 days for 286,000 steps
       one after the other: 28.9 ms, MFU 7%, 0.10 days for 286,000 steps
 
-The matrix products are only 90% of 6 x parameters x tokens, because that product counts the tables
+The matrix products are only 90% of 6 x parameters x tokens, because that formula counts the tables
 of rare words for every token, although few tokens use them.
 """
 
@@ -66,7 +65,7 @@ def get_config(length: str = "512") -> Config:
     config.data.dataset = "wikitext"
     config.data.path = "wikitext-103"
     config.data.tokenizer = "words"
-    # The number of its words, with the end of a line; only plans use it.
+    # The size of WikiText-103's vocabulary, with the end-of-line token. Only plans use this number.
     config.data.vocab_size = 267_735
     config.model.position = "alibi"
     config.model.num_layers = 16

@@ -101,7 +101,10 @@ def pallas_refusal(query: Array, key: Array, value: Array, block_size: int) -> s
         query.dtype not in (jnp.float32, jnp.bfloat16)
         or not query.dtype == key.dtype == value.dtype
     ):
-        return f"takes float32 or bfloat16, not {query.dtype}, {key.dtype} and {value.dtype}"
+        return (
+            "takes arrays of one dtype, float32 or bfloat16, not "
+            f"{query.dtype}, {key.dtype} and {value.dtype}: convert them, or use 'blockwise'"
+        )
     (batch, length, num_heads, size), (key_length, num_kv_heads) = query.shape, key.shape[1:3]
     num_rows, key_blocks = batch * num_heads, -(-key_length // block_size)
     num_spans, blocks_per_span = _spans(length, size, block_size)

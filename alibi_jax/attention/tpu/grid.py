@@ -24,9 +24,9 @@ _MAX_STEPS = 1 << 17
 class Grid(NamedTuple):
     """The packed steps of each row group, in the order of execution.
 
-    Group g executes its first `num_steps[g]` steps. The rest only fills up the array, because
-    one group may have more steps than the other: it repeats the last step's blocks and is
-    inactive.
+    Group g executes its first `num_steps[g]` steps. The remaining steps only fill up the array,
+    because one group may have more steps than the other. They repeat the last step's blocks and
+    are inactive.
     """
 
     packed_steps: Int[Array, "groups steps"]

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float
 
 from alibi_jax.attention.tpu.grid import GridStep
 
-# Scores are [keys, queries]: the maximum and the sum of a query are then taken down the registers
-# and kept as [1, queries]. Scores are in units of log 2, because the chip's exponential is a power
-# of two.
+# Scores are [keys, queries]: the maximum over a query's keys is then taken down the registers and
+# kept as [1, queries]. Scores are in units of log 2, because the chip's exponential is a power of
+# two.
 _LOG2E = math.log2(math.e)
 # The masked score is far below the initial maximum, so that a query that sees nothing has weights
 # of 0.
@@ -74,10 +74,10 @@ def forward_kernel(
 ) -> None:
     """Adds a block of keys to the running softmax of a block of queries.
 
-    The last step of a query block writes the output, [V, queries], and the logarithm to base 2 of
-    each query's sum of weights, [1, queries]. The values end in `ONES_COLUMNS` columns of 1: with
-    them the matrix unit also sums the weights, rounded in the same way as for the output, because
-    the vector unit is the busier one.
+    The last step of a query block writes the output, [V, queries], and the base-2 log-sum-exp of
+    each query's scores, [1, queries]. The values end in `ONES_COLUMNS` columns of 1. With them the
+    matrix unit also sums the weights, because the vector unit is busier. The summed weights are
+    rounded in the same way as the weights of the output.
     """
     query, key, value, *ids = inputs
     out, logsumexp = outputs
@@ -129,9 +129,8 @@ def backward_kernel(
     The gradient of the queries, [blocks, H, queries], starts from zero. The gradients of the keys
     and values start from the contributions of earlier spans of queries. The gradients of queries
     and keys lack the factor 1/sqrt(H). The gradient of the slope, one summand per query,
-    [1, queries], is computed only where there is an output for it. `statistics` holds two rows,
-    one number per query: the forward kernel's logarithm, and the dot product of the output and
-    its gradient.
+    [1, queries], is computed only where there is an output for it. `statistics` holds two numbers
+    per query: the forward kernel's log-sum-exp, and the dot product of the output and its gradient.
     """
     query, key, value, d_out, statistics, d_key_before, d_value_before, *ids = inputs
     d_query, d_key, d_value, *d_slope = outputs
@@ -183,7 +182,7 @@ def _biased_scores(
         jax.lax.broadcasted_iota(jnp.int32, axis_shape, axis).astype(jnp.float32)
         for axis, axis_shape in enumerate([(shape[0], 1), (1, shape[1])])
     )
-    # The distance is exact, so that the bias is rounded once however far the blocks lie apart.
+    # The distance is exact, so the relative error of the bias does not depend on the distance.
     signed_distance = (queries + (indices.distance - start).astype(jnp.float32)) - keys
     distance = signed_distance if config.causal else jnp.abs(signed_distance)
     # ALiBi's formula, restated from `alibi_bias_at` (biases/alibi.py).
@@ -212,7 +211,7 @@ def _compute_active(
     ids: Any,
     compute: Callable[[bool], None],
 ) -> None:
-    """Calls `compute(masked)` if the step is active; `masked` is false if no key is hidden."""
+    """Calls `compute(masked)` if the step is active; `masked` is true if a key may be hidden."""
     if ids:
         pl.when(step.active)(lambda: compute(True))
         return

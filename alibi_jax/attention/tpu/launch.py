@@ -84,7 +84,7 @@ def launch(
 
         return pl.BlockSpec(operand.block_shape, index_map)
 
-    # This is an upper bound, because the skipped blocks are known only at run time.
+    # This is an estimate, because the skipped blocks are known only at run time.
     scores = grid.packed_steps.size * config.block_size**2 // (2 if config.causal else 1)
     prefetched = grid.packed_steps.reshape(-1), origin, slopes
     return pl.pallas_call(

@@ -74,7 +74,7 @@ def backward_pass(
     statistics: Array,
     with_slopes: bool,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """The gradients of queries, keys and values, and of the slopes `with_slopes`."""
+    """The gradients of queries, keys and values, and of the slopes if `with_slopes` is true."""
     query, key, value, slopes, key_ranges, offset, ids = arrays
     (num_rows, length, size), (_, key_length, value_size) = query.shape, value.shape
     block_size, blocks_per_span = config.block_size, config.blocks_per_span

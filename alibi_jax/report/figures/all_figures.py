@@ -32,14 +32,13 @@ FIGURES = {
         decomposition,
         question="Where does the gain from longer inputs come from?",
         caption=(
-            "Bars above 0 lower the loss, bars below 0 raise it. The hatched part is "
-            "the gain because fewer targets are early in their window. The plain part "
-            "is the gain from longer context. The diamond is the total gain, with its "
-            "interval. In non-overlapping windows most targets see less than the whole "
-            "context. The early token curse is the loss in these windows minus the "
-            "loss with the whole context. If it is negative, the whole context raises "
-            "the loss. The hatched part then does not measure early tokens, but the "
-            "part of this increase that the windows avoid."
+            "Bars above 0 lower the loss, bars below 0 raise it. The hatched part is the gain "
+            "from fewer early tokens: fewer targets are early in their window. The plain part "
+            "is the gain from longer context. The diamond is the total gain, with its interval. "
+            "In non-overlapping windows most targets see less than the whole context. The early "
+            "token curse is the loss in these windows minus the loss with the whole context. If "
+            "it is negative, the whole context raises the loss. The hatched part then does not "
+            "measure early tokens. It measures how much of this increase the windows avoid."
         ),
     ),
     "position_curve": FigureSpec(
@@ -56,9 +55,9 @@ FIGURES = {
         question="Does attention still distinguish near keys from far keys?",
         caption=(
             "Attention resolution by length (Sun et al. 2022, equation 3): how much "
-            "the attention weight falls from one key to the next, as a mean over the "
-            "keys weighted by their attention weights. Thick lines: the models. Thin "
-            "lines: their layers."
+            "the attention weight falls from a key to the key that is one token farther "
+            "away, as a mean over the keys weighted by their attention weights. Thick "
+            "lines: the models. Thin lines: their layers."
         ),
     ),
 }

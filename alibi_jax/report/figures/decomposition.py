@@ -56,7 +56,7 @@ def decomposition(runs: list[Entry]) -> Figure | None:
 
 
 def _y_range(entries: list[Entry]) -> float:
-    """The distance between the lowest and the highest end of all bars and intervals, and 0."""
+    """The length of the shortest range that holds 0 and all bars and intervals."""
     ends = [0.0]
     for entry in entries:
         parts = [entry[part]["nats"] for part in _PARTS]

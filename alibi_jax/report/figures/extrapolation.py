@@ -39,7 +39,7 @@ def extrapolation(runs: list[Entry], protocol: str) -> Figure:
     axes.set_yscale("log")
     set_length_axis(axes, lengths)
     mark_training_lengths(axes, (run["train_length"] for run in runs))
-    # With ticks at powers of ten alone, a narrow range would have no tick.
+    # A narrow range may hold no tick at 1, 2 or 5 times a power of ten.
     narrow = bool(perplexities) and max(perplexities) < 4 * min(perplexities)
     axes.yaxis.set_major_locator(MaxNLocator(6) if narrow else LogLocator(10, (1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -69,7 +69,7 @@ def set_length_axis(axes: Axes, lengths: Iterable[int]) -> None:
 
 
 def mark_training_lengths(axes: Axes, train_lengths: Iterable[int]) -> None:
-    """Adds a dotted line at each training length, with its name above the axes, off the lines."""
+    """Adds a dotted line at each training length, with a label above the axes, clear of curves."""
     for train_length in sorted(set(train_lengths)):
         axes.axvline(train_length, **TRAINING_LENGTH)
         axes.annotate(
