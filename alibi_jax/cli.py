@@ -39,8 +39,8 @@ def run(main: Callable[[], int]) -> NoReturn:
     An error prints one line on standard error and gives exit code 1; Ctrl-C gives 130. `--help`
     lists the flags of this module along with those of the program.
     """
-    for flag in (_DEBUG, _COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _CACHE, _JOIN_TIMEOUT):
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
+    for flag in flags.FLAGS.get_key_flags_for_module(__name__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     app.run(lambda _: _guarded(main), flags_parser=_parse)
     raise AssertionError("app.run always exits")
 

@@ -416,10 +416,10 @@ def test_d8_sequence_sharded_over_devices_is_the_whole(monkeypatch):
 def test_d8_heads_and_rows_split_by_the_compiler_are_the_whole():
     given_arrays = query, key, value, cotangent, slopes = arrays(300, 300, 8, 4, 8, batch=2)
     mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
-    split = NamedSharding(mesh, PartitionSpec("data", None, "model"))
+    sharding = NamedSharding(mesh, PartitionSpec("data", None, "model"))
     with jax.set_mesh(mesh):
         assert engines._partitioned_by_compiler()
-        on_mesh = [jax.device_put(x, split) for x in (query, key, value, cotangent)]
+        on_mesh = [jax.device_put(x, sharding) for x in (query, key, value, cotangent)]
         outputs = with_gradients(*on_mesh, slopes)
     assert len(outputs[0].sharding.device_set) == 8
     assert_all_close(outputs, oracle(*given_arrays), 1e-5)
@@ -448,7 +448,7 @@ def test_devices_that_split_the_heads_take_no_more_memory_together(check_vma):
     """The loop over heads keeps its inputs for the gradient, and no copy of them."""
     mesh = jax.make_mesh((2,), ("heads",), (AxisType.Auto,), devices=jax.devices()[:2])
     by_head = PartitionSpec(None, None, "heads")
-    split = jax.shard_map(
+    sharded = jax.shard_map(
         alibi_attention,
         mesh=mesh,
         in_specs=(by_head, by_head, by_head, PartitionSpec("heads")),
@@ -458,7 +458,7 @@ def test_devices_that_split_the_heads_take_no_more_memory_together(check_vma):
     array = jax.ShapeDtypeStruct(
         (1, 4096, 8, 64), jnp.float32, sharding=NamedSharding(mesh, by_head)
     )
-    total = jax.grad(lambda *x: split(*x, alibi_slopes(8)).sum(), argnums=(0, 1, 2))
+    total = jax.grad(lambda *x: sharded(*x, alibi_slopes(8)).sum(), argnums=(0, 1, 2))
     compiled = jax.jit(total).lower(array, array, array).compile()
     # Queries, keys, values, the result and three gradients are 7 arrays; less than one is extra.
     assert 2 * compiled.memory_analysis().temp_size_in_bytes < 8 * array.size * 4

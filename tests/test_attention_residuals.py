@@ -129,7 +129,7 @@ def test_residuals_are_the_log_sum_exps_of_the_scores(engine):
 def test_heads_and_rows_of_a_shard_map_that_checks_what_varies(engine):
     arrays = normal(0), normal(1), normal(2), alibi_slopes(HEADS)
     by_row = jax.P("ring")
-    split = jax.jit(
+    in_parts = jax.jit(
         jax.shard_map(
             alibi_attention,
             mesh=mesh_of(2),
@@ -137,7 +137,7 @@ def test_heads_and_rows_of_a_shard_map_that_checks_what_varies(engine):
             out_specs=by_row,
         )
     )
-    np.testing.assert_allclose(split(*arrays), alibi_attention(*arrays), atol=1e-6)
+    np.testing.assert_allclose(in_parts(*arrays), alibi_attention(*arrays), atol=1e-6)
     # All devices have the same slopes, whose gradient is the sum over the devices' rows.
-    for got, right in zip(gradients(split, arrays), gradients(alibi_attention, arrays)):
+    for got, right in zip(gradients(in_parts, arrays), gradients(alibi_attention, arrays)):
         np.testing.assert_allclose(got, right, atol=1e-5 * float(jnp.abs(right).max()))

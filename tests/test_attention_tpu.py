@@ -122,7 +122,7 @@ def test_d9_d4_the_queries_are_the_last_of_the_keys(length, key_length):
 
 
 @pytest.mark.parametrize("window", [100, 255])
-def test_window(window):
+def test_windows_narrower_than_a_block_or_near_its_edge_are_the_oracles(window):
     """One narrower than a block, one that ends just before the previous block's first key."""
     assert_is_oracle(arrays(450), window=window)
 
@@ -156,7 +156,7 @@ def test_only_the_blocks_given_are_computed():
     assert_is_oracle(arrays(450), RANGES)
 
 
-def test_bfloat16():
+def test_bfloat16_is_the_oracle_up_to_its_rounding():
     inputs = arrays(257, heads=4, kv_heads=2)
     query, key, value = (x.astype(jnp.bfloat16) for x in inputs[:3])
     assert_is_oracle((query, key, value, *inputs[3:]), tolerance=1e-2)

@@ -78,7 +78,7 @@ def test_d3_bias_in_segments_is_the_oracle(values, ids):
     np.testing.assert_allclose(visible_bias(bias, ids), forget_oracle(log_gates, ids), atol=5e-6)
 
 
-def test_rows():
+def test_a_bias_sums_the_gates_after_the_key_up_to_the_query():
     decay = forget_decay(jnp.array([[-1.0], [-2.0], [-4.0]]))
     np.testing.assert_array_equal(decay.high[:, 0], [-1, -3, -7])
     # The sum includes the query's gate, not the key's. Keys after the query get a positive bias.

@@ -31,7 +31,7 @@ def power_oracle(scale, exponent, query_positions, key_positions):
     return bias
 
 
-def test_log_rows():
+def test_rows_of_the_logarithmic_bias_have_exact_values():
     bias = kerple_log_bias(jnp.array([2.0]), jnp.array([3.0]), 4)[0]
     row = [-2 * math.log(10), -2 * math.log(7), -2 * math.log(4), 0]
     np.testing.assert_allclose(bias[3], row, rtol=3e-7)
@@ -52,7 +52,7 @@ def test_log_of_a_small_rate_keeps_its_digits():
         (2, [-12, -3, 0, -3]),
     ],
 )
-def test_power_rows(exponent, row):
+def test_rows_of_the_power_bias_have_exact_values(exponent, row):
     keys = jnp.arange(4)
     bias = kerple_power_bias_at(jnp.array([3.0]), jnp.array([float(exponent)]), keys[2:3], keys)
     np.testing.assert_allclose(bias[0, 0], row, rtol=3e-7)

@@ -21,7 +21,7 @@ def sandwich_oracle(ratios, query_positions, key_positions, width=128):
     ("num_heads", "ratios"),
     [(1, [8]), (4, [2, 4, 6, 8]), (12, [2 / 3 * h for h in range(1, 13)])],
 )
-def test_ratios(num_heads, ratios):
+def test_ratios_are_8h_over_the_number_of_heads(num_heads, ratios):
     assert sandwich_ratios(num_heads).dtype == jnp.float32
     np.testing.assert_allclose(sandwich_ratios(num_heads), ratios, rtol=1e-7)
 

@@ -41,13 +41,13 @@ def get_config():
     config.optimizer.warmup_steps = 1
     return config
 """
-PROGRESS = re.compile(r"^.+: (step|window|document|B) [\d,]+( of [\d,]+)?(, loss .* tokens/s)?$")
+PROGRESS = re.compile(r"^.+: (step|window|document|byte) [\d,]+( of [\d,]+)?(, loss .* tokens/s)?$")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def inputs(tmp_path_factory):
     """A folder with a text of 30 kB and config.py, a tiny run on it."""
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("inputs")
     text = folder / "text.txt"
     text.write_text("".join(f"line {i} says that {i * i % 97} is next\n" for i in range(1000)))
     (folder / "config.py").write_text(CONFIG.format(text=str(text), data=str(folder / "data")))
@@ -97,15 +97,18 @@ def refuses(script, *arguments, cwd, says, **environment):
 
 
 @pytest.fixture(scope="module")
-def trained(place):
+def trained(inputs):
     """`trained("alibi")`: the workdir of a run of that position method."""
     made = {}
 
     def train(position):
         if position not in made:
-            workdir = place / "runs" / position
-            arguments = (f"--config={place / 'config.py'}", f"--config.model.position={position}")
-            code, out, lines = run("train.py", *arguments, f"--workdir={workdir}", cwd=place)
+            workdir = inputs / "runs" / position
+            arguments = (
+                f"--config={inputs / 'config.py'}",
+                f"--config.model.position={position}",
+            )
+            code, out, lines = run("train.py", *arguments, f"--workdir={workdir}", cwd=inputs)
             assert (code, lines) == (0, [])
             assert f"eval.py --workdir={workdir}" in out
             made[position] = workdir
@@ -153,9 +156,9 @@ def test_train_refuses_what_is_typed_wrong(argument, says, tmp_path):
 
 
 @pytest.mark.parametrize("given", [["--config.model.positon=3"], ["--config.model.num_heads", "x"]])
-def test_a_config_file_that_is_named_changes_nothing_of_that(given, place, tmp_path):
+def test_a_config_file_that_is_named_changes_nothing_of_that(given, inputs, tmp_path):
     name = given[0].partition("=")[0].removeprefix("--config.")
-    config = f"--config={place / 'config.py'}"
+    config = f"--config={inputs / 'config.py'}"
     refuses("train.py", "--workdir=run", config, *given, cwd=tmp_path, says=[name])
 
 
@@ -213,10 +216,14 @@ def texts(tmp_path_factory):
         ("short.txt", ["train.length=32", "33 tokens", "choose a shorter train.length"]),
     ],
 )
-def test_train_refuses_text_that_is_none(name, says, place, texts, tmp_path):
+def test_train_refuses_text_that_is_none(name, says, inputs, texts, tmp_path):
     path = texts / name
     says = [path.name if says[0] == "data.path" else "", *says]
-    arguments = ("--workdir=run", f"--config={place / 'config.py'}", f"--config.data.path={path}")
+    arguments = (
+        "--workdir=run",
+        f"--config={inputs / 'config.py'}",
+        f"--config.data.path={path}",
+    )
     refuses("train.py", *arguments, cwd=tmp_path, says=says)
 
 
@@ -229,31 +236,31 @@ def test_train_refuses_text_that_is_none(name, says, place, texts, tmp_path):
         (4, ["--config.mesh.tensor=4"], ["model.num_heads=2", "4 devices", "multiple of 4"]),
     ],
 )
-def test_train_refuses_what_does_not_fit_the_devices(devices, arguments, says, place, tmp_path):
-    config = ("--workdir=run", f"--config={place / 'config.py'}")
+def test_train_refuses_what_does_not_fit_the_devices(devices, arguments, says, inputs, tmp_path):
+    config = ("--workdir=run", f"--config={inputs / 'config.py'}")
     environment = {"JAX_NUM_CPU_DEVICES": str(devices)}
     refuses("train.py", *config, *arguments, cwd=tmp_path, says=says, **environment)
 
 
-def test_train_refuses_a_workdir_of_another_vocabulary(place, trained):
+def test_train_refuses_a_workdir_of_another_vocabulary(inputs, trained):
     workdir = trained("alibi")
     arguments = (
-        f"--config={place / 'config.py'}",
+        f"--config={inputs / 'config.py'}",
         f"--workdir={workdir}",
         "--config.data.tokenizer=bpe",
         "--config.data.vocab_size=300",
     )
     # Before the new tokenizer is trained and its tokens are written.
     says = ["data.tokenizer='bpe'", "'bytes'", "another --workdir"]
-    refuses("train.py", *arguments, cwd=place, says=says)
+    refuses("train.py", *arguments, cwd=inputs, says=says)
 
 
-def test_train_resumes_and_a_debug_run_shows_a_traceback(place, trained):
-    config = (f"--config={place / 'config.py'}", f"--workdir={trained('alibi')}")
-    code, out, lines = run("train.py", *config, cwd=place)
+def test_train_resumes_and_a_debug_run_shows_a_traceback(inputs, trained):
+    config = (f"--config={inputs / 'config.py'}", f"--workdir={trained('alibi')}")
+    code, out, lines = run("train.py", *config, cwd=inputs)
     assert (code, lines) == (0, [])
     assert "step 4 of 4" in out
-    code, _, lines = run("train.py", *config, "--debug", "--config.model.width=18", cwd=place)
+    code, _, lines = run("train.py", *config, "--debug", "--config.model.width=18", cwd=inputs)
     assert code == 1
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1].startswith("error: model.width=18")
@@ -278,15 +285,19 @@ def test_help_names_the_flags(script, tmp_path):
     assert ("--config:" in out) == (script == "train.py")
 
 
-def test_a_smoke_run_needs_no_other_warm_up(place, tmp_path):
-    arguments = (f"--config={place / 'config.py'}", "--config.optimizer.warmup_steps=50")
+def test_a_smoke_run_needs_no_other_warm_up(inputs, tmp_path):
+    arguments = (f"--config={inputs / 'config.py'}", "--config.optimizer.warmup_steps=50")
     code, out, lines = run("train.py", *arguments, "--config.train.steps=2", cwd=tmp_path)
     assert (code, lines) == (0, [])
     assert "optimizer.warmup_steps=50 is more than train.steps=2" in out
 
 
-def test_steps_are_traced_and_programs_kept(place, tmp_path):
-    arguments = (f"--config={place / 'config.py'}", "--profile=2:3", "--compilation_cache=cache")
+def test_steps_are_traced_and_programs_kept(inputs, tmp_path):
+    arguments = (
+        f"--config={inputs / 'config.py'}",
+        "--profile=2:3",
+        "--compilation_cache=cache",
+    )
     code, _, lines = run("train.py", *arguments, cwd=tmp_path)
     assert code == 0, lines
     assert list((tmp_path / "runs" / "config" / "profile").rglob("*.xplane.pb"))
@@ -344,11 +355,11 @@ def test_eval_refuses_parameters_that_do_not_fit_their_metadata(tmp_path):
     refuses("eval.py", "--workdir=run", cwd=tmp_path, says=says)
 
 
-def test_g4_alibi_evaluates_past_its_training_length(place, trained):
+def test_g4_alibi_evaluates_past_its_training_length(inputs, trained):
     workdir = trained("alibi")
     quick = "--targets=32", "--passage=8"
     code, out, lines = run(
-        "eval.py", f"--workdir={workdir}", "--lengths=1x,8x,0.5x", *quick, cwd=place
+        "eval.py", f"--workdir={workdir}", "--lengths=1x,8x,0.5x", *quick, cwd=inputs
     )
     assert (code, lines) == (0, [])
     (only,) = results(workdir / "eval")["runs"]
@@ -361,7 +372,7 @@ def test_g4_alibi_evaluates_past_its_training_length(place, trained):
         assert f"{row['perplexity']:.3f}" in out
 
 
-def test_g4_learned_says_why_it_has_no_number_past_its_table(place, trained, tmp_path):
+def test_g4_learned_says_why_it_has_no_number_past_its_table(inputs, trained, tmp_path):
     alibi, learned = trained("alibi"), trained("learned")
     code, out, lines = run(
         "eval.py",
@@ -392,7 +403,7 @@ def test_g4_learned_says_why_it_has_no_number_past_its_table(place, trained, tmp
     assert not (learned / "eval").exists()
 
 
-def test_f10_two_processes_evaluate_as_one(place, trained, tmp_path):
+def test_f10_two_processes_evaluate_as_one(inputs, trained, tmp_path):
     """jax.distributed over two processes of two devices; the windows are not divisible by four."""
     arguments = (
         f"--workdir={trained('alibi')}",

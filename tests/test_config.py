@@ -110,7 +110,7 @@ def test_flatten_names_every_value_as_a_command_line_would():
 
 
 @pytest.mark.parametrize("through", [lambda x: x, lambda x: json.loads(json.dumps(x))])
-def test_round_trip(through):
+def test_a_configuration_survives_a_round_trip(through):
     config = changed(model__num_kv_heads=4, model__dropout=0.25, data__path="ü", mesh__fsdp=2)
     again = from_dict(through(dataclasses.asdict(config)))
     assert again == config

@@ -40,7 +40,7 @@ def test_a_final_that_cannot_be_made_is_an_error(tmp_path):
         final.write_text("a file")
 
 
-def test_discard(tmp_path):
+def test_discard_removes_a_folder_with_its_content(tmp_path):
     (tmp_path / "old" / "inner").mkdir(parents=True)
     discard(tmp_path / "old")
     assert not list(tmp_path.iterdir())

@@ -81,7 +81,7 @@ assert "tensorflow" not in sys.modules
     assert "tokenising" in done.stderr
 
 
-def test_data_dir(monkeypatch):
+def test_data_dir_is_a_folder_of_the_environment_or_of_the_home(monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", "/somewhere")
     assert data_dir(Data()) == Path("/somewhere")
     assert data_dir(Data(data_dir="~/here")) == Path.home() / "here"
@@ -194,12 +194,12 @@ def test_what_is_not_text_is_refused(tmp_path, content, message):
     assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
 
 
-def test_missing_path(tmp_path):
+def test_a_missing_path_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"data\.path=.*text.*does not exist"):
         read(own(tmp_path), "train")
 
 
-def test_empty_folder(tmp_path):
+def test_an_empty_folder_is_refused(tmp_path):
     write(tmp_path, {"empty": b""})
     with pytest.raises(DataError, match=r"data\.path=.*holds no text"):
         read(own(tmp_path), "train")

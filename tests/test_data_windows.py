@@ -185,8 +185,8 @@ def test_fixed_context_gives_each_sampled_target_exactly_so_much(sizes, context,
     assert set(targets.tolist()) <= set(eligible.tolist())
     assert (np.diff(targets) > 0).all()
     # One target in each of `count` equal stretches.
-    places = np.searchsorted(eligible, targets)
-    assert (places * len(targets) // max(len(eligible), 1) <= np.arange(len(targets))).all()
+    ranks = np.searchsorted(eligible, targets)
+    assert (ranks * len(targets) // max(len(eligible), 1) <= np.arange(len(targets))).all()
 
     for less in range(1, context + 1):
         windows = fixed_context_windows(targets, less)

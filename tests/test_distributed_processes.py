@@ -301,11 +301,11 @@ def check_evaluations_agree(launch_two, launch, workdir, tmp_path):
     for process in processes:
         finish(process)
     evaluate([str(workdir)], EvaluationOptions(**options), tmp_path / "eight_devices")
-    split = "data=1,fsdp=2,context=2,tensor=2"
-    evaluate([str(workdir)], EvaluationOptions(**options, mesh=split), tmp_path / "split")
+    sharded = "data=1,fsdp=2,context=2,tensor=2"
+    evaluate([str(workdir)], EvaluationOptions(**options, mesh=sharded), tmp_path / "sharded")
     expected = rows(tmp_path / "one_device")
     assert len(expected) == 3
-    for out in (tmp_path / name for name in ("two_processes", "eight_devices", "split")):
+    for out in (tmp_path / name for name in ("two_processes", "eight_devices", "sharded")):
         for row, other in zip(rows(out), expected, strict=True):
             assert row["targets"] == other["targets"] > 0
             assert row["nll"] == pytest.approx(other["nll"], rel=1e-6)

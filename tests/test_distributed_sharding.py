@@ -118,17 +118,17 @@ def test_moments_are_sharded_like_their_parameter():
 
 
 def test_a_constraint_does_not_shard_an_axis_that_does_not_divide():
-    place = jax.jit(lambda x: constrain(x, "batch", "sequence", "heads"))
+    constrained = jax.jit(lambda x: constrain(x, "batch", "sequence", "heads"))
     with jax.set_mesh(mesh_of(2, 1, 2, 2)):
-        assert place(np.zeros((4, 3, 6))).sharding.shard_shape((4, 3, 6)) == (2, 3, 3)
+        assert constrained(np.zeros((4, 3, 6))).sharding.shard_shape((4, 3, 6)) == (2, 3, 3)
 
 
 def test_a_constraint_has_no_effect_without_a_mesh():
     mesh, x = mesh_of(2, 2, 1, 2), np.zeros((8, 4, 8), np.float32)
-    place = jax.jit(lambda x: constrain(x, "batch", None, "heads"))
-    assert place(x).sharding.is_fully_replicated
+    constrained = jax.jit(lambda x: constrain(x, "batch", None, "heads"))
+    assert constrained(x).sharding.is_fully_replicated
     with jax.set_mesh(mesh):
-        assert place(x).sharding.shard_shape(x.shape) == (2, 4, 4)
+        assert constrained(x).sharding.shard_shape(x.shape) == (2, 4, 4)
 
 
 # From (cores, rows, mesh sizes, processes) to the number of devices of each process.

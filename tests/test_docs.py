@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import alibi_jax
+from alibi_jax.config import POSITIONS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -44,6 +45,14 @@ def test_the_page_names_every_bias_function():
     assert set(re.findall(r"`([a-z0-9]+_\w+|FireWeights|Decay|LinearBias|Bias)[`(]", table)) >= set(
         alibi_jax.biases.__all__
     )
+
+
+def test_the_pages_name_every_position_method():
+    readme = (ROOT / "README.md").read_text()
+    row = re.search(r"^\| `--config\.model\.position` \| (.*);", readme, re.MULTILINE)[1]
+    assert re.findall(r"`(\w+)`", row) == list(POSITIONS)
+    table = (ROOT / "docs/positions.md").read_text().partition("\n| name |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(POSITIONS)
 
 
 def test_every_code_in_the_name_of_a_test_is_explained():

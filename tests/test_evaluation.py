@@ -549,7 +549,7 @@ def test_attention_is_measured_up_to_twice_the_training_length_by_default():
         ("1.5x,1e1x", [192, 1280]),
     ],
 )
-def test_lengths(text, lengths):
+def test_lengths_are_tokens_or_multiples_of_the_training_length(text, lengths):
     assert parse_lengths(text, 128) == lengths
 
 
@@ -592,7 +592,7 @@ def test_any_text_gives_lengths_or_one_error(text):
         assert all(length >= 1 for length in lengths)
 
 
-def test_protocols():
+def test_protocols_are_parsed_once_each_with_their_strides():
     assert parse_protocols("nonoverlapping") == (Protocol("nonoverlapping"),)
     made = parse_protocols("sliding:64, nonoverlapping,sliding:1,fixed, sliding:64")
     assert made == (

@@ -45,14 +45,14 @@ def stream(num_tokens, seed=0):
 
 @functools.cache
 def make_scorer(batch_tokens, devices=1, **kind):
-    """(scorer, a function that places parameters); cached, since compiling takes long."""
+    """(scorer, a function that shards parameters); cached, since compiling takes long."""
     mesh = mesh_of(devices, 1, 1, 1)
     graphdef, abstract = abstract_model(tiny(**kind), VOCAB, mesh)
 
-    def place(params):
+    def shard(params):
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, abstract)
 
-    return Scorer(graphdef, mesh, batch_tokens), place
+    return Scorer(graphdef, mesh, batch_tokens), shard
 
 
 def windows_over(tokens, length, stride=None, bos=None):
@@ -60,8 +60,8 @@ def windows_over(tokens, length, stride=None, bos=None):
 
 
 def score(params, tokens, stride=None, length=16, *, batch_tokens=128, devices=1, **kind):
-    scorer, place = make_scorer(batch_tokens, devices, **kind)
-    return scorer(place(params), tokens, windows_over(tokens, length, stride), "test")
+    scorer, shard = make_scorer(batch_tokens, devices, **kind)
+    return scorer(shard(params), tokens, windows_over(tokens, length, stride), "test")
 
 
 def bigram_params(config):
@@ -206,9 +206,9 @@ def test_fixed_contexts_are_those_of_stride_1():
     """A target with exactly c tokens of context is the last target of a window of c tokens."""
     tokens, params = stream(80), fresh_params(tiny())
     targets = np.array([16, 17, 40, 79])
-    scorer, place = make_scorer(128)
+    scorer, shard = make_scorer(128)
     for context in (1, 5, 16):
-        fixed = scorer(place(params), tokens, fixed_context_windows(targets, context), "test")
+        fixed = scorer(shard(params), tokens, fixed_context_windows(targets, context), "test")
         assert fixed.contexts.tolist() == [context] * 4
         slid = score(params, tokens, 1, context)
         np.testing.assert_allclose(fixed.nll, slid.nll[targets - 1], rtol=1e-5)
@@ -217,8 +217,8 @@ def test_fixed_contexts_are_those_of_stride_1():
 @pytest.mark.parametrize("stride", [None, 3, 1])
 def test_f6_with_a_beginning_of_sequence_the_first_input_is_it(stride):
     tokens, params = stream(70), fresh_params(tiny())
-    scorer, place = make_scorer(128)
-    scores = scorer(place(params), tokens, windows_over(tokens, 8, stride, bos=5), "test")
+    scorer, shard = make_scorer(128)
+    scores = scorer(shard(params), tokens, windows_over(tokens, 8, stride, bos=5), "test")
     np.testing.assert_array_equal(scores.targets, np.arange(1, 70))
     # Some of the targets, scored one by one.
     for target in (1, 2, 8, 9, 33, 69):
@@ -232,9 +232,9 @@ def test_f6_with_a_beginning_of_sequence_the_first_input_is_it(stride):
 def test_documents_are_scored_as_each_alone():
     tokens, params = stream(90), fresh_params(tiny())
     bounds = np.array([0, 30, 31, 60, 90])
-    scorer, place = make_scorer(128)
+    scorer, shard = make_scorer(128)
     for stride in (16, 4):
-        together = scorer(place(params), tokens, evaluation_windows(bounds, 16, stride), "test")
+        together = scorer(shard(params), tokens, evaluation_windows(bounds, 16, stride), "test")
         parts = [score(params, tokens[a:b], stride) for a, b in ((0, 30), (31, 60), (60, 90))]
         np.testing.assert_allclose(together.nll, np.concatenate([p.nll for p in parts]), rtol=1e-5)
 
@@ -311,11 +311,11 @@ def test_f11_sums_over_batches_are_float64():
 
 
 def test_one_compilation_per_shape(compiled):
-    scorer, place = make_scorer.__wrapped__(128, devices=2)
+    scorer, shard = make_scorer.__wrapped__(128, devices=2)
     tokens = stream(400)
 
     def run(seed, stride, length, tokens):
-        params = place(fresh_params(tiny(), seed))
+        params = shard(fresh_params(tiny(), seed))
         before = len(compiled)
         scorer(params, tokens, windows_over(tokens, length, stride), "test")
         return compiled[before:].count("nll")
@@ -332,8 +332,8 @@ def test_one_compilation_per_shape(compiled):
 
 
 def test_only_scored_positions_are_projected_to_the_vocabulary():
-    scorer, place = make_scorer(128)
-    params = place(fresh_params(tiny()))
+    scorer, shard = make_scorer(128)
+    params = shard(fresh_params(tiny()))
 
     def flops(first_scored):
         return scorer.program(params, 8, 16, first_scored).cost_analysis()["flops"]
@@ -352,9 +352,9 @@ class Stop(Exception):
 @pytest.mark.parametrize("stop_after", [1, 2, 6])
 def test_interrupted_scoring_continues_where_it_stopped(stop_after, monkeypatch):
     tokens, params = stream(200), fresh_params(tiny())
-    scorer, place = make_scorer.__wrapped__(32)
+    scorer, shard = make_scorer.__wrapped__(32)
     windows = windows_over(tokens, 16, 8)
-    whole = scorer(place(params), tokens, windows, "test")
+    whole = scorer(shard(params), tokens, windows, "test")
     saved, batches, limit = [], [], [stop_after]
     compile_once = scorer.program
 
@@ -371,27 +371,27 @@ def test_interrupted_scoring_continues_where_it_stopped(stop_after, monkeypatch)
 
     monkeypatch.setattr(scorer, "program", counting)
     with pytest.raises(Stop):
-        scorer(place(params), tokens, windows, "test", save=lambda x: saved.append(x.copy()))
+        scorer(shard(params), tokens, windows, "test", save=lambda x: saved.append(x.copy()))
     (losses,) = saved
     assert np.isnan(losses).any()
     left = np.isnan(np.split(losses, windows.offsets[1:])[-1]).all()
     assert left
     batches.clear()
     limit[0] = math.inf
-    scores = scorer(place(params), tokens, windows, "test", losses)
+    scores = scorer(shard(params), tokens, windows, "test", losses)
     np.testing.assert_array_equal(scores.nll, whole.nll)
     # The first window is one batch, the 23 others are 12; the batch in flight is scored again.
     collected = {1: 1, 2: 1, 6: 5}[stop_after]
     assert len(batches) == 13 - collected
     batches.clear()
-    scorer(place(params), tokens, windows, "test", scores.nll)
+    scorer(shard(params), tokens, windows, "test", scores.nll)
     assert not batches
 
 
 def test_a_length_past_the_memory_is_refused_with_the_amount_that_it_needs(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
-    scorer, place = make_scorer.__wrapped__(128)
-    tokens, params = stream(200), place(fresh_params(tiny()))
+    scorer, shard = make_scorer.__wrapped__(128)
+    tokens, params = stream(200), shard(fresh_params(tiny()))
     with pytest.raises(
         ValueError,
         match=r"8 windows of 16 tokens needs \S+ GiB .* 9.31e-07 GiB are free: .*--batch_tokens",

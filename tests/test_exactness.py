@@ -44,13 +44,8 @@ CASES = {
             "rescaling": rescaling,
             "rescaling_factor": 3.0,
         }
-        for name, rescaling in [
-            ("alibi", "linear"),
-            ("alibi_learned", "linear"),
-            ("rotary", "linear"),
-            ("rotary", "ntk"),
-            ("rotary", "yarn"),
-        ]
+        for name, choice in POSITIONS.items()
+        for rescaling in choice.rescalings
     },
 }
 POSSIBLE = {
@@ -134,7 +129,7 @@ def assert_exact(logits, wanted, real=True):
 
 
 @every_case
-def test_evaluation(case):
+def test_evaluation_is_the_oracle(case):
     tokens = some_tokens()
     assert_exact(logits_of(make(case), tokens), expected(case, tokens))
 
@@ -208,7 +203,7 @@ def test_d1_d3_after_a_long_document_or_padding(case):
 
 
 @every_case
-def test_a5_training(case):
+def test_a5_training_uses_the_positions_that_the_method_draws(case):
     model, tokens, key = make(case), some_tokens(), jax.random.key(3)
     trained = logits_of(model, tokens, training_key=key)
     if case not in ("shape", "randomized"):
@@ -333,7 +328,7 @@ def test_gradients_with_and_without_rematerialisation(case):
 
 
 @every_case
-def test_vmap(case):
+def test_a_mapped_model_is_the_oracle(case):
     model, tokens = make(case), some_tokens()
     logits = jax.vmap(functools.partial(logits_of, model))(tokens.reshape(2, 2, LENGTH))
     assert_exact(np.reshape(logits, (BATCH, LENGTH, VOCAB)), expected(case, tokens))
@@ -352,7 +347,7 @@ def test_e4_one_function_for_several_lengths(case):
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVES)
-def test_exported(case):
+def test_an_exported_model_is_the_oracle(case):
     model, tokens = make(case), some_tokens()
     graphdef = nnx.graphdef(model)
 
@@ -364,7 +359,7 @@ def test_exported(case):
 
 
 @pytest.mark.parametrize("case", POSITIONS)
-def test_a3_sharded(case):
+def test_a3_a_sharded_model_is_the_oracle(case):
     """bigscience-workshop/Megatron-DeepSpeed#227: slopes from the local number of heads."""
     graphdef, params, tokens, mesh = on_eight_devices(case)
     with jax.set_mesh(mesh):

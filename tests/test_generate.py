@@ -176,7 +176,7 @@ def kept_by_oracle(logits, top_p):
     st.lists(st.integers(-20, 20), min_size=7, max_size=7),
     st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
 )
-def test_nucleus(quarters, top_p):
+def test_the_nucleus_is_the_fewest_tokens_with_enough_probability(quarters, top_p):
     logits = np.array(quarters, np.float32) / 4
     kept = nucleus(jnp.stack([logits, logits[::-1]]), top_p)
     # Kept logits are unchanged, the others cannot be drawn, and rows do not mix.

@@ -32,6 +32,12 @@ def test_requirements_are_the_core_and_what_training_needs():
     assert requirements((ROOT / "requirements.txt").read_text().splitlines()) == core | train
 
 
+def test_the_citation_and_the_changelog_name_this_version():
+    citation = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
+    changelog = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert citation.strip('"') == changelog == alibi_jax.__version__
+
+
 def test_every_requirement_has_its_reason():
     page = (ROOT / "docs/dependencies.md").read_text().lower().replace("_", "-")
     for package in requirements((ROOT / "requirements.txt").read_text().splitlines()):

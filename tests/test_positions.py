@@ -19,7 +19,7 @@ from alibi_jax.biases import (
     sandwich_ratios,
     t5_bias_at,
 )
-from alibi_jax.config import POSITIONS, Model
+from alibi_jax.config import POSITIONS, RESCALINGS, Model
 from alibi_jax.embeddings import sinusoidal
 from alibi_jax.positions import METHODS, MethodSpec, PositionMethod, make_position_method
 from alibi_jax.rotations import (
@@ -118,7 +118,7 @@ def test_the_configuration_knows_which_methods_only_embed(name):
     assert not POSITIONS[name].embeds or acting == {"embed"}
 
 
-@pytest.mark.parametrize("rescaling", ["linear", "ntk", "yarn"])
+@pytest.mark.parametrize("rescaling", [name for name in RESCALINGS if name != "none"])
 @pytest.mark.parametrize("name", POSITIONS)
 def test_the_configuration_knows_which_methods_can_be_rescaled(name, rescaling):
     plain, rescaled = (
@@ -255,7 +255,7 @@ def test_linear_rescaling_divides_the_slopes(name):
 @pytest.mark.parametrize("name", ["rotary", "alibi"])
 def test_e4_a_factor_of_one_changes_nothing(name):
     plain = hooks(method(name))
-    for rescaling in ("linear", "ntk", "yarn") if name == "rotary" else ("linear",):
+    for rescaling in POSITIONS[name].rescalings:
         rescaled = hooks(method(name, rescaling=rescaling, rescaling_factor=1.0))
         for x, y in zip(leaves(rescaled), leaves(plain), strict=True):
             np.testing.assert_array_equal(x, y)

@@ -30,11 +30,11 @@ def test_a_log_gets_a_line_now_and_then_without_notes(monkeypatch):
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
     clock = iter(range(0, 1000, 20))
     monkeypatch.setattr(progresses.time, "monotonic", lambda: next(clock))
-    with Progress(None, "tokenising", unit="B") as progress:
+    with Progress(None, "tokenising", unit="byte") as progress:
         for _ in range(5):
             progress.update(10)
     lines = log.getvalue().splitlines()
-    assert lines == ["tokenising: B 20", "tokenising: B 40", "tokenising: B 50"]
+    assert lines == ["tokenising: byte 20", "tokenising: byte 40", "tokenising: byte 50"]
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):

@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "alibi_jax"
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 
-def test_it_says_what_ran_and_on_what(monkeypatch):
+def test_provenance_names_command_versions_and_devices(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/eval.py", "--workdir=runs/tiny"])
     record = provenance()
     assert record["command"] == "eval.py --workdir=runs/tiny"

@@ -86,7 +86,7 @@ def cosine(share):
         ("constant", {10: 1.0, 35: 1.0, 60: 1.0, 109: 1.0, 110: 1.0}),
     ],
 )
-def test_schedule(schedule, after):
+def test_a_schedule_has_exact_rates_during_and_after_the_warm_up(schedule, after):
     config = Optimizer(learning_rate=0.02, schedule=schedule, warmup_steps=10, final_fraction=0.1)
     rate = make_schedule(config, STEPS)
     # The rate rises by equal amounts, and the first rate is not 0.

@@ -90,8 +90,8 @@ def attention(
     and so are its gradients.
 
     `implementation`, which is JAX's own name for this argument, selects the engine that computes
-    the result. All engines except "dense", the engine for short inputs, can be differentiated once,
-    in reverse mode only.
+    the result. Every engine can be differentiated once in reverse mode. Only "dense", the engine
+    for short inputs, can be differentiated again or in forward mode.
 
     Args:
         query: Queries.

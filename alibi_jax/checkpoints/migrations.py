@@ -41,8 +41,8 @@ def format_2_tree(wanted: Any, shapes: dict[str, tuple[int, ...]], num_layers: i
             name = dotted_name((*prefix, *path))
             shape, spec = shapes.get(name, ()), leaf.sharding.spec
             stacked = len(path) > 1 and path[0].key == LAYER_AXIS
-            depth = -(-(num_layers - path[1].key % period) // period) if stacked else 0
-            if stacked and shape == leaf.shape[1:] and depth == leaf.shape[0]:
+            stack_size = -(-(num_layers - path[1].key % period) // period) if stacked else 0
+            if stacked and shape == leaf.shape[1:] and stack_size == leaf.shape[0]:
                 spec = spec[1:]
             elif path[0].key in tables and shape[1:] == leaf.shape[1:]:
                 # Without padding rows, the table may not divide evenly over the devices.

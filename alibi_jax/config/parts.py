@@ -50,8 +50,9 @@ class Model(Section):
 
     # A position method, or several with commas between, repeated over the layers: "rotary,none".
     position: str = "alibi"
-    # Rescales positions for inputs longer than the training length: "linear" for rotary and
-    # ALiBi, "ntk" and "yarn" for rotary. The factor is the length divided by the training length.
+    # Rescales positions for inputs longer than the training length. The records of the position
+    # methods in choices.py name their rescalings. The factor is the length divided by the training
+    # length.
     rescaling: str = choice("none", RESCALINGS)
     rescaling_factor: float = number(1.0, least=1)
     # "rotary_truncated": the share of a head's pairs of features that are rotated.

@@ -68,7 +68,9 @@ def _write(folder: Path, documents: Any, tokenizer: Tokenizer) -> dict[str, Any]
     with (
         (folder / "tokens.bin").open("wb") as file,
         (folder / "starts.bin").open("wb") as starts,
-        Progress(documents.num_bytes or None, "tokenising", unit="B", unit_scale=True) as progress,
+        Progress(
+            documents.num_bytes or None, "tokenising", unit="byte", unit_scale=True
+        ) as progress,
     ):
         for document in documents:
             ids = tokenizer.encode(document).astype(dtype)

@@ -7,11 +7,14 @@ from typing import Any
 from alibi_jax.config import Mesh, parse_mesh
 from alibi_jax.evaluation.lengths import parse_lengths
 from alibi_jax.evaluation.protocols import PROTOCOLS, Protocol, parse_protocols
-from alibi_jax.evaluation.rescaling import Rescaling, parse_rescalings
+from alibi_jax.evaluation.rescaling import NAMES, Rescaling, methods_with, parse_rescalings
 
 # By default attention is measured at lengths up to this multiple of the training length.
 _MAX_ATTENTION_MULTIPLE = 2
 _PROTOCOLS_HELP = "; ".join(f"{p.syntax} ({p.description})" for p in PROTOCOLS.values())
+_RESCALINGS_HELP = ", ".join(
+    name if name == "none" else f"{name} (for {', '.join(methods_with(name))})" for name in NAMES
+)
 
 
 def _option(
@@ -44,9 +47,8 @@ class EvaluationOptions:
     )
     rescalings: str = _option(
         "none",
-        "Rescalings of positions, separated by commas: none, linear, ntk, yarn, dynamic_ntk. "
-        "Rotary positions support all of them, ALiBi supports `none` and `linear`. The factor is "
-        "the evaluation length divided by the training length, or F if given as linear:F.",
+        f"Rescalings of positions, separated by commas: {_RESCALINGS_HELP}. The factor is the "
+        "evaluation length divided by the training length, or F if given as linear:F.",
     )
     attention: str | None = _option(
         None,

@@ -71,7 +71,7 @@ FIXED = ProtocolSpec(
     _windows_of_sample,
     scores_sample=True,
 )
-PROTOCOLS = {record.name: record for record in (NONOVERLAPPING, SLIDING, FIXED)}
+PROTOCOLS = {spec.name: spec for spec in (NONOVERLAPPING, SLIDING, FIXED)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +89,13 @@ class Protocol:
         return self.name if self.stride is None else f"{self.name}:{self.stride}"
 
     @property
-    def record(self) -> ProtocolSpec:
+    def spec(self) -> ProtocolSpec:
         """The entry of `PROTOCOLS`; KeyError for an unknown name."""
         return PROTOCOLS[self.name]
 
     def stride_at(self, length: int) -> int:
         """The number of targets that each window after the first window of a text scores."""
-        if self.record.scores_sample:
+        if self.spec.scores_sample:
             return 1
         return length if self.stride is None else self.stride
 
@@ -108,7 +108,7 @@ class Protocol:
                 f"the longest text of the split has {text.max_context} targets, fewer than one "
                 f"window of {length} tokens"
             )
-        return self.record.make_windows(text, sample, length, self.stride_at(length), bos)
+        return self.spec.make_windows(text, sample, length, self.stride_at(length), bos)
 
 
 def parse_protocols(text: str) -> tuple[Protocol, ...]:
@@ -116,13 +116,13 @@ def parse_protocols(text: str) -> tuple[Protocol, ...]:
     protocols = []
     for part in text.split(","):
         name, _, stride = part.strip().partition(":")
-        record = PROTOCOLS.get(name)
-        if record is not None and not record.takes_stride and not stride:
+        spec = PROTOCOLS.get(name)
+        if spec is not None and not spec.takes_stride and not stride:
             protocols.append(Protocol(name))
-        elif record is not None and record.takes_stride and _is_positive(stride):
+        elif spec is not None and spec.takes_stride and _is_positive(stride):
             protocols.append(Protocol(name, int(stride)))
         else:
-            syntaxes = ", ".join(record.syntax for record in PROTOCOLS.values())
+            syntaxes = ", ".join(spec.syntax for spec in PROTOCOLS.values())
             raise ValueError(
                 f"--protocols={text}: {part!r} is not a protocol; give one or several of "
                 f"{syntaxes}, separated by commas"

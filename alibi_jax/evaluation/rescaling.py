@@ -13,6 +13,11 @@ from alibi_jax.rotations import dynamic_ntk_factor
 NAMES = (*RESCALINGS, "dynamic_ntk")
 
 
+def methods_with(rescaling: str) -> tuple[str, ...]:
+    """The position methods that have a rescaling, one of `NAMES`."""
+    return RESCALINGS["ntk" if rescaling == "dynamic_ntk" else rescaling]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rescaling:
     """A rescaling, one of `NAMES`, and its factor.
@@ -31,8 +36,7 @@ class Rescaling:
 
     def applies_to(self, config: Config) -> bool:
         """Whether the rescaling is defined for one of the model's position methods."""
-        kind = "ntk" if self.name == "dynamic_ntk" else self.name
-        return bool(set(config.model.positions) & set(RESCALINGS[kind]))
+        return bool(set(config.model.positions) & set(methods_with(self.name)))
 
     def factor_at(self, config: Config, length: int) -> float:
         """The factor for inputs of that length.

@@ -56,7 +56,7 @@ class RunEvaluation:
             return self._sample_scores[protocol, length]
         windows = protocol.windows(self.text, length, self.sample, self._bos)
         scores = self._score(windows, str(protocol))
-        if protocol.record.scores_sample:
+        if protocol.spec.scores_sample:
             self._sample_scores[protocol, length] = scores, windows
         return scores, windows
 

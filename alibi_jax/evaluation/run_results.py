@@ -50,7 +50,7 @@ def evaluate_run(
                 "rescaling_factor": evaluation.rescaling.factor_at(run.config, length),
             }
             rows.append(row)
-            sampled = protocol.record.scores_sample
+            sampled = protocol.spec.scores_sample
             try:
                 scores, windows = evaluation.score(protocol, length)
                 row |= loss_metrics(scores, text, options.seed, sampled=sampled)
@@ -58,9 +58,9 @@ def evaluate_run(
                 row["error"] = _first_line(error)
                 continue
             row["min_context"] = windows.min_context
-            if protocol.record is FIXED:
+            if protocol.spec is FIXED:
                 fixed[length] = scores.nll
-            if protocol.record is NONOVERLAPPING:
+            if protocol.spec is NONOVERLAPPING:
                 curves[str(length)] = position_curve(scores)
                 indices = np.searchsorted(scores.targets, sample)
                 nonoverlapping[length] = scores.nll[indices]

@@ -48,8 +48,8 @@ class LayerStack(nnx.Module):
             def make_layer(rngs: nnx.Rngs) -> Layer:
                 return Layer(config, position, train_length=train_length, rngs=rngs)
 
-            depth = -(-(config.num_layers - index) // len(self.pattern))
-            return make_stack(make_layer, depth, rngs)
+            stack_size = -(-(config.num_layers - index) // len(self.pattern))
+            return make_stack(make_layer, stack_size, rngs)
 
         self.stacks = nnx.List(
             [layer_stack(index, position) for index, position in enumerate(self.pattern)]

@@ -71,8 +71,13 @@ def xavier_limit(fan_in: int, fan_out: int) -> float:
 
 
 def fairseq_limits(config: configs.Model, kernel: float, bias: float) -> tuple[float, float] | None:
-    """The `limits` of a projection with fairseq's uniform initialization; None for any other."""
-    return (kernel, bias) if config.initialization == "fairseq" else None
+    """The `limits` of a projection with fairseq's uniform initialization; None for "scaled"."""
+    match config.initialization:
+        case "fairseq":
+            return kernel, bias
+        case "scaled":
+            return None
+    raise ValueError(f"model.initialization={config.initialization!r} has no code here: add a case")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

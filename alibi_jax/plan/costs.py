@@ -28,7 +28,7 @@ def step_bytes(
     state, `optimizer_bytes` on each device, and reads the gradients.
     """
     model, train = config.model, config.train
-    size = 4 if model.dtype == "float32" else 2
+    size = np.dtype(model.dtype).itemsize
     tensor = axis_size(mesh, "heads")
     parameter_bytes = 4.0 * num_params / (tensor * axis_size(mesh, "embed"))
     tokens = train.batch_size * train.length * tensor / mesh.size

@@ -53,13 +53,15 @@ def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
 def _earlier_figures(folder: pathlib.Path) -> set[str]:
     """Names of the figures that an earlier evaluation may have written.
 
-    The figures of unknown protocols follow from the earlier results.json, so that no file that
-    only looks like a figure of the report is removed.
+    There are none in a folder without results.json. The figures of unknown protocols follow from
+    the earlier results.json. So no file that only looks like a figure of the report is removed.
     """
     fixed_names = {*NAMES, *_FORMER_NAMES}
     try:
         results = json.loads((folder / "results.json").read_text())
         return fixed_names | set(figure_names(results))
+    except FileNotFoundError:
+        return set()
     except (OSError, ValueError, LookupError, TypeError):
         return fixed_names
 
