@@ -34,6 +34,17 @@ CORPUS = {
 }
 
 
+# The figures of complete results, and of results that have perplexities alone.
+FIGURES = [
+    "extrapolation",
+    "extrapolation_sliding",
+    "extrapolation_fixed",
+    "decomposition",
+    "position_curve",
+    "resolution",
+]
+BARE_FIGURES = ["extrapolation"]
+
 # Keys of a row with numbers that may be None.
 MAY_BE_MISSING = ("nll_low", "nll_high", "word_perplexity", "bits_per_byte", "seconds")
 

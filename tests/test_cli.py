@@ -404,7 +404,7 @@ def test_g4_learned_says_why_it_has_no_number_past_its_table(inputs, trained, tm
 
 
 def test_f10_two_processes_evaluate_as_one(inputs, trained, tmp_path):
-    """jax.distributed over two processes of two devices; the windows are not divisible by four."""
+    """Two processes with two devices each; the number of windows is no multiple of four."""
     arguments = (
         f"--workdir={trained('alibi')}",
         "--lengths=1x,5x",

@@ -1,6 +1,6 @@
 import pytest
 
-from alibi_jax.config import POSITIONS, Config, ConfigError, Model, Train
+from alibi_jax.config import Config, ConfigError, Model, Train
 from alibi_jax.evaluation.rescaling import NAMES, Rescaling, parse_rescalings
 
 
@@ -30,11 +30,11 @@ def test_rescalings_are_parsed():
     ["", "linar", "linear:", "linear:x", "linear:0.5", "yarn:nan", "ntk:inf", "none:2", "a:2"],
 )
 def test_an_invalid_rescaling_is_refused(text):
-    with pytest.raises(ValueError, match=rf"--rescalings=.*{', '.join(NAMES)}"):
+    with pytest.raises(ValueError, match=r"--rescalings=.*none, linear, ntk, yarn, dynamic_ntk"):
         parse_rescalings(f"ntk,{text}")
 
 
-@pytest.mark.parametrize("name", POSITIONS["rotary"].rescalings)
+@pytest.mark.parametrize("name", ["linear", "ntk", "yarn"])
 def test_the_factor_is_the_length_over_the_training_length_or_the_one_given(name):
     model = Rescaling(name).at(config(), 1024).model
     assert (model.rescaling, model.rescaling_factor) == (name, 8.0)
@@ -71,8 +71,8 @@ def test_the_rest_of_the_configuration_stays():
 @pytest.mark.parametrize(
     ("position", "names"),
     [
-        ("rotary", {"none", *POSITIONS["rotary"].rescalings, "dynamic_ntk"}),
-        ("none,rotary", {"none", *POSITIONS["rotary"].rescalings, "dynamic_ntk"}),
+        ("rotary", {"none", "linear", "ntk", "yarn", "dynamic_ntk"}),
+        ("none,rotary", {"none", "linear", "ntk", "yarn", "dynamic_ntk"}),
         ("alibi", {"none", "linear"}),
         ("alibi_learned", {"none", "linear"}),
         ("t5", {"none"}),

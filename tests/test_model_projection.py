@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 from helpers import every_jaxpr
 
-from alibi_jax.model.projection import Projection
+from alibi_jax.config import Model
+from alibi_jax.config.choices import INITIALIZATIONS
+from alibi_jax.model.projection import Projection, fairseq_limits
 
 # Inputs that are narrower than outputs, wider, and equally wide.
 CASES = [
@@ -119,3 +121,12 @@ def test_projections_of_16_bits_multiply_16_bits_and_add_up_in_float32():
     np.testing.assert_allclose(d_params.kernel[...], expected, rtol=1e-5, atol=1e-5)
     expected = np.einsum("btnh,dnh->btd", np.asarray(out_grad, float), kernel)
     np.testing.assert_allclose(np.asarray(d_x, float), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_every_initialization_has_code():
+    limits = {
+        name: fairseq_limits(Model(initialization=name), 0.5, 0.25) for name in INITIALIZATIONS
+    }
+    assert limits == {"scaled": None, "fairseq": (0.5, 0.25)}
+    with pytest.raises(ValueError, match=r"model\.initialization='other' has no code"):
+        fairseq_limits(Model(initialization="other"), 0.5, 0.25)

@@ -13,8 +13,6 @@ from alibi_jax import report
 from alibi_jax.report import figures, files
 from alibi_jax.report.tidy import COLUMNS
 
-FIGURES = list(figures.NAMES)
-
 
 @pytest.fixture
 def bare():
@@ -35,7 +33,7 @@ def test_files_appear_complete(written, tmp_path):
     results, _ = written
     folder = tmp_path / "deep" / "eval"
     paths = report.write(results, folder)
-    drawn = [f"{name}.{suffix}" for name in FIGURES for suffix in ("png", "svg")]
+    drawn = [f"{name}.{suffix}" for name in made_up.FIGURES for suffix in ("png", "svg")]
     names = ["results.json", "results.csv", *drawn, "report.html"]
     assert [path.name for path in paths] == names
     # No temporary file is left.
@@ -44,9 +42,9 @@ def test_files_appear_complete(written, tmp_path):
 
 
 def test_what_was_not_measured_has_no_figure(bare, tmp_path):
-    paths = report.write(bare, tmp_path)
-    assert [path.name for path in paths[:3]] == ["results.json", "results.csv", "extrapolation.png"]
-    assert not {path.stem for path in paths} & {"decomposition", "position_curve", "resolution"}
+    names = [path.name for path in report.write(bare, tmp_path)]
+    drawn = [f"{name}.{suffix}" for name in made_up.BARE_FIGURES for suffix in ("png", "svg")]
+    assert names == ["results.json", "results.csv", *drawn, "report.html"]
 
 
 def test_a_write_that_fails_leaves_the_old_file(bare, tmp_path):
@@ -191,6 +189,15 @@ def test_figures_of_an_earlier_evaluation_are_removed(bare, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "mine.png"])
 
 
+def test_a_folder_without_results_keeps_its_figures(bare, tmp_path):
+    """They are the user's own, whatever their names."""
+    own = {"split.png", "resolution.svg", "extrapolation_mine.png"}
+    for name in own:
+        (tmp_path / name).write_bytes(b"own")
+    report.write(bare, tmp_path)
+    assert {path.name for path in tmp_path.iterdir() if path.read_bytes() == b"own"} == own
+
+
 def test_a_page_that_fails_leaves_the_old_figures(bare, tmp_path, monkeypatch):
     report.write(made_up.results(1), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -205,5 +212,6 @@ def test_a_page_that_fails_leaves_the_old_figures(bare, tmp_path, monkeypatch):
     assert changed == {"results.json", "results.csv"}
 
 
-def test_complete_results_have_every_figure():
+def test_the_figures_have_their_known_names():
+    assert sorted(figures.NAMES) == sorted(made_up.FIGURES)
     assert set(figures.draw(made_up.results(1))) == set(figures.NAMES)

@@ -5,7 +5,7 @@ import made_up
 import pytest
 from made_up import bare_row, bare_run
 
-from alibi_jax.report.figures import NAMES, draw
+from alibi_jax.report.figures import draw
 from alibi_jax.report.html import page
 
 HOSTILE = "runs/<script>alert('$x$')</script>\"&amp;"
@@ -109,7 +109,12 @@ def test_every_run_and_every_number_of_the_table_is_there(written):
 def test_figures_stand_inline_with_a_caption_each(written):
     _, _, parsed = written
     tags = [tag for tag, _ in parsed.elements]
-    assert tags.count("figure") == tags.count("svg") == tags.count("figcaption") == len(NAMES)
+    assert (
+        tags.count("figure")
+        == tags.count("svg")
+        == tags.count("figcaption")
+        == len(made_up.FIGURES)
+    )
     # Text in the figures stays text.
     assert "evaluation length (tokens)" in parsed.text
 
@@ -250,6 +255,6 @@ def test_the_page_leads_to_each_run():
 
 def test_figures_scroll_and_print_opens_nothing(written):
     _, html, _ = written
-    assert html.count('<div class="scroll"><svg') == len(NAMES)
+    assert html.count('<div class="scroll"><svg') == len(made_up.FIGURES)
     assert "details-content" not in html
     assert '<span class="screen"> Hover over a token' in html

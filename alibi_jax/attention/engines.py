@@ -199,8 +199,8 @@ def _linear_bias_refusal(
 
 def _pallas_tpu_refusal(query: Array, key: Array, value: Array, block_size: int) -> str:
     """The reason why the TPU kernel cannot serve these arrays; empty if it can."""
-    # This import is here, because importing Pallas takes as long as importing the rest of the
-    # package.
+    # The import is in the function, because importing Pallas takes as long as importing the rest of
+    # the package.
     from alibi_jax.attention.tpu.attention import pallas_refusal
 
     if jax.typeof(query).mat.varying:

@@ -27,7 +27,8 @@ NORMS: dict[str, Any] = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}
 class FeedForward(nnx.Module):
     """A feed-forward network: two projections with an activation between them.
 
-    A gated network has a third projection, the gate. The activation of the gate multiplies `up`.
+    A gated network has a third projection, the gate, and applies the activation to it. The result
+    multiplies the output of the first projection.
     """
 
     def __init__(self, config: configs.Model, *, rngs: nnx.Rngs):

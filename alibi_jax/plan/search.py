@@ -49,10 +49,10 @@ def search_meshes(config: Config, vocab_size: int, target: Target) -> bool:
 def candidate_meshes(config: Config, target: Target) -> list[Mesh]:
     """The meshes that divide the run's sizes, without unpromising ones; most promising first.
 
-    The meshes are sorted by log2(tensor · context) + |log2(fsdp / data)| / 2: a mesh that shards
-    only rows and parameters comes early if `data` and `fsdp` have similar sizes, and each layer
-    waits for the communication of a mesh with tensor parallelism. `context` is above 1 only where
-    the rows of a micro-batch are not divisible by the number of devices / `tensor`.
+    The meshes are sorted by log2(tensor · context) + |log2(fsdp / data)| / 2. So a mesh that shards
+    only rows and parameters comes early if `data` and `fsdp` have similar sizes. A mesh with tensor
+    parallelism comes later, because each layer waits for its communication. `context` is above 1
+    only where the rows of a micro-batch are not divisible by the number of devices / `tensor`.
     """
     devices = len(target.devices)
     slices = len({getattr(device, "slice_index", 0) for device in target.devices})

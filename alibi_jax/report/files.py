@@ -20,8 +20,8 @@ _FORMER_NAMES = ("split",)
 def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
     """Writes results.json, results.csv, the figures and report.html; returns their paths.
 
-    No file is ever incomplete. If an earlier evaluation left figures in the folder, those that
-    these results do not have are removed.
+    No file is ever incomplete. Figures that an earlier evaluation left in the folder are removed if
+    these results do not have them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Read before results.json is replaced.
