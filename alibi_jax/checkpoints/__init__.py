@@ -1,6 +1,7 @@
 """Orbax checkpoints, and the conversion of checkpoints that earlier versions wrote."""
 
 from alibi_jax.checkpoints.migrations import FORMAT
+from alibi_jax.checkpoints.paths import check_path
 from alibi_jax.checkpoints.store import CheckpointError, Checkpoints, Metadata
 
-__all__ = ["FORMAT", "CheckpointError", "Checkpoints", "Metadata"]
+__all__ = ["FORMAT", "CheckpointError", "Checkpoints", "Metadata", "check_path"]

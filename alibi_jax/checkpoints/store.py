@@ -14,6 +14,7 @@ from alibi_jax.checkpoints.migrations import (
     from_format_2,
     upgraded_config,
 )
+from alibi_jax.checkpoints.paths import check_path
 from alibi_jax.config import Checkpoint
 
 
@@ -46,6 +47,7 @@ class Checkpoints:
 
         Opening for reading creates no folder, and raises CheckpointError if there is none.
         """
+        check_path(workdir, saving=config is not None)
         self.path = workdir.absolute() / "checkpoints"
         if config is None and not self.path.is_dir():
             raise CheckpointError(
@@ -79,16 +81,20 @@ class Checkpoints:
         latest = self._checkpointer.latest
         return None if latest is None else latest.step
 
+    def steps(self) -> list[int]:
+        """The steps of all complete checkpoints, in order."""
+        return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+
     def check_step(self, step: int | None) -> int:
         """Returns `step`, or the latest step if `step` is None.
 
         Raises CheckpointError if there is no complete checkpoint, or none of this step.
         """
-        steps = [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+        steps = self.steps()
         if not steps:
             raise CheckpointError(f"{self.path}: no complete checkpoint yet; train first")
         if step is not None and step not in steps:
-            raise CheckpointError(f"--step={step}: {self.path} has steps {sorted(steps)}")
+            raise CheckpointError(f"--step={step}: {self.path} has steps {steps}")
         return max(steps) if step is None else step
 
     def save(self, params: Any, optimizer: Any, metadata: Metadata) -> None:
@@ -99,6 +105,12 @@ class Checkpoints:
             {"params": params, "optimizer": optimizer},
             custom_metadata=dataclasses.asdict(metadata),
         )
+
+    def remove_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, the latest first."""
+        for later in reversed(self.steps()):
+            if later > step:
+                self._checkpointer.delete(later)
 
     def wait(self) -> None:
         """Waits until the running save is complete."""
