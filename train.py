@@ -24,6 +24,11 @@ _PLAN = flags.DEFINE_string(
 _PROFILE = flags.DEFINE_string(
     "profile", "", "First and last step to trace into <workdir>/profile: 10:15."
 )
+_STEP = flags.DEFINE_integer(
+    "step",
+    None,
+    "Go back to the checkpoint of this step and remove the later ones; default: the latest.",
+)
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder of the run; default: runs/ and the name of the config file."
 )
@@ -35,6 +40,8 @@ def main() -> int:
     config.check()
     if _PLAN.value and _PROFILE.value:
         raise ConfigError(f"--profile={_PROFILE.value} with --plan: a plan runs no step to trace")
+    if _PLAN.value and _STEP.value is not None:
+        raise ConfigError(f"--step={_STEP.value} with --plan: a plan reads no checkpoint")
     if _PLAN.value:
         from alibi_jax.plan import plan
 
@@ -47,7 +54,7 @@ def main() -> int:
     )
     from alibi_jax.training.loop import train
 
-    step = train(config, workdir, _PROFILE.value)
+    step = train(config, workdir, _PROFILE.value, _STEP.value)
     processes.say(
         f"{workdir}: step {step} of {config.train.steps}"
         + (f"; next: python eval.py --workdir={workdir}" if step >= config.train.steps else "")

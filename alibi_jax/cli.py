@@ -1,5 +1,6 @@
 """What train.py and eval.py share: flags, joining other processes, errors in one line."""
 
+import errno
 import pathlib
 import re
 import runpy
@@ -31,6 +32,9 @@ _CACHE = flags.DEFINE_string(
 _JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds within which all processes must start."
 )
+
+# The errors of a full disk, of a full quota, and of a limit on the size of files.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -156,6 +160,8 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         if _DEBUG.value:
             traceback.print_exc()
         message = " ".join(str(error).split()) or "no message"
+        if getattr(error, "errno", None) in _NO_ROOM:
+            message += ": make room there, and give the same command again"
         known = isinstance(error, ValueError | OSError | FloatingPointError)
         kind = "" if known else f"{type(error).__name__}: "
         hint = "" if known or _DEBUG.value else " (--debug shows where)"

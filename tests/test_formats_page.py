@@ -105,7 +105,12 @@ def workdir(tmp_path_factory, tiny_config):
     text = folder / "text.txt"
     text.write_text("".join(f"line {i} says that {i * i % 97} is next\n" for i in range(400)))
     values = {"data.dataset": "text", "data.path": str(text), "data.data_dir": str(folder / "data")}
-    values |= {"train.steps": 4, "train.validation_every": 2, "train.validation_targets": 64}
+    values |= {
+        "train.max_skipped_steps": 1,
+        "train.steps": 4,
+        "train.validation_every": 2,
+        "train.validation_targets": 64,
+    }
     losses = RunEvaluation.losses
 
     def refuse_rescaled(self, targets, context):

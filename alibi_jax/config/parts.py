@@ -156,6 +156,9 @@ class Train(Section):
     # Micro-batches per step; their gradients are summed.
     accumulation: int = number(1, least=1)
     seed: int = number(0, least=0)
+    # The greatest number of steps in a row that are skipped because their loss, their gradient or
+    # the state after them is not finite. The next such step ends the run.
+    max_skipped_steps: int = number(0, least=0)
     log_every: int = number(10, least=1)
     # Steps between two losses on the validation split (0: none), and the number of targets of
     # that split that are scored (0: all).

@@ -2,11 +2,13 @@
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+# The smallest and the largest positive numbers of float32, without the subnormal ones.
+_SMALLEST, _LARGEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 class ConfigError(ValueError):
@@ -51,9 +53,10 @@ def check_value(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
     bounds = metadata.get("bounds")
     if bounds is None or value is None:
         return
-    # Written so that NaN, with which every comparison is false, fails too.
+    # Written so that NaN, with which every comparison is false, fails too. Training computes in
+    # float32, in which a larger number is infinite and a smaller one is 0.
     fits = (
-        -math.inf < value < math.inf
+        (value == 0 or _SMALLEST <= abs(value) <= _LARGEST)
         and (bounds["least"] is None or value >= bounds["least"])
         and (bounds["above"] is None or value > bounds["above"])
         and (bounds["most"] is None or value <= bounds["most"])
@@ -62,7 +65,9 @@ def check_value(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if not fits:
         words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
         wanted = [f"{words[name]} {bound}" for name, bound in bounds.items() if bound is not None]
-        raise ConfigError(f"{key}={value} must be a finite number, {' and '.join(wanted)}")
+        raise ConfigError(
+            f"{key}={value} must be a finite number in float32, {' and '.join(wanted)}"
+        )
 
 
 def _matches(value: Any, annotation: Any) -> bool:

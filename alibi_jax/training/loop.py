@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from alibi_jax.checkpoints import Checkpoints, Metadata
+from alibi_jax.checkpoints import CheckpointError, Checkpoints, Metadata, check_path
 from alibi_jax.config import SCHEDULES, Config, ConfigError, flatten, from_dict
 from alibi_jax.data.builders import open_documents
 from alibi_jax.data.token_streams import token_stream
@@ -23,7 +23,7 @@ from alibi_jax.provenance import provenance
 from alibi_jax.training.metrics import MetricsWriter
 from alibi_jax.training.optimizers import clipped_warmup, make_schedule
 from alibi_jax.training.profiling import Profiler, parse_steps
-from alibi_jax.training.step import StepMetrics, Trainer, TrainState, check_fits
+from alibi_jax.training.step import StepMetrics, Trainer, TrainState, all_finite, check_fits
 from alibi_jax.training.throughput import ThroughputMeter
 
 # Keys that may differ when a run is resumed. All other keys change the numbers of the run.
@@ -33,6 +33,8 @@ _CHANGEABLE_KEYS = (
     "data.data_dir",
     "data.path",
     "train.log_every",
+    # It matters only in a step at which the run would otherwise have ended.
+    "train.max_skipped_steps",
     "train.validation_",
 )
 
@@ -63,23 +65,28 @@ def check_same_text(
         )
 
 
-def train(config: Config, workdir: pathlib.Path, profile: str = "") -> int:
+def train(
+    config: Config, workdir: pathlib.Path, profile: str = "", from_step: int | None = None
+) -> int:
     """Trains until `train.steps`, from the latest checkpoint if there is one.
 
-    `profile` "10:15" traces steps 10 to 15. Returns the last finished step, which is less than
-    `train.steps` if the run was asked to stop (SIGTERM).
+    `from_step` goes back to the checkpoint of that step: the run continues from there, and its
+    later checkpoints and metrics are removed. `profile` "10:15" traces steps 10 to 15. Returns the
+    last finished step, which is less than `train.steps` if the run was asked to stop (SIGTERM).
 
     Raises:
         ConfigError, DataError, CheckpointError: before training begins; the message is one line.
-        FloatingPointError: for a loss or gradient that is not finite; that step is not saved.
+        FloatingPointError: for numbers that are not finite, in a step that may not be skipped or
+            in a validation loss; that step is not saved.
     """
     config.check()
+    check_path(workdir, saving=True)
     traced_steps = parse_steps(profile)
     mesh = sharding.make_mesh(config.mesh)
     check_fits(config, mesh)
     if workdir.exists() and not workdir.is_dir():
         raise ConfigError(f"--workdir={workdir} is a file: give a folder, or a new name")
-    saved = _latest_metadata(workdir)
+    saved = _saved_metadata(workdir, from_step)
     if saved is not None:
         check_same_config(saved, config, workdir)
         if saved.step >= config.train.steps:
@@ -94,18 +101,19 @@ def train(config: Config, workdir: pathlib.Path, profile: str = "") -> int:
         data.tokens, config.train.length, config.train.batch_size, config.train.seed
     )
     _print_summary(trainer, workdir, start)
+    # Damage to metrics.jsonl shows in the line that the run logged last before its checkpoint.
+    last_logged = 0 if saved is None else start - start % saved.config["train"]["log_every"]
     with Checkpoints(workdir, config.checkpoint) as checkpoints:
-        state = (
-            TrainState(**checkpoints.restore(start, **trainer.abstract_state._asdict()))
-            if start
-            else trainer.initial_state()
-        )
+        state = _restored_state(checkpoints, trainer, start) if start else trainer.initial_state()
+        checkpoints.remove_after(start)
         with (
-            MetricsWriter(workdir, start) as writer,
+            MetricsWriter(workdir, start, last_logged) as writer,
             StopRequest() as stop,
             ThroughputMeter(config, trainer.vocab_size, mesh) as throughput,
             profiler,
         ):
+            for note in writer.notes:
+                say(note)
             loop = _TrainingLoop(trainer, data, checkpoints, writer, stop, throughput, profiler)
             return loop.run(state, batches, start)
 
@@ -127,12 +135,25 @@ def _print_summary(trainer: Trainer, workdir: pathlib.Path, start: int) -> None:
         )
 
 
-def _latest_metadata(workdir: pathlib.Path) -> Metadata | None:
-    if not (workdir / "checkpoints").is_dir():
+def _saved_metadata(workdir: pathlib.Path, step: int | None) -> Metadata | None:
+    """The metadata of a step, or of the latest step; None for a run without checkpoints."""
+    if step is None and not (workdir / "checkpoints").is_dir():
         return None
     with Checkpoints(workdir) as checkpoints:
-        step = checkpoints.latest_step()
-        return None if step is None else checkpoints.metadata(step)
+        if step is None and checkpoints.latest_step() is None:
+            return None
+        return checkpoints.metadata(checkpoints.check_step(step))
+
+
+def _restored_state(checkpoints: Checkpoints, trainer: Trainer, step: int) -> TrainState:
+    """The state of a checkpoint. Raises CheckpointError if its numbers are not all finite."""
+    state = TrainState(**checkpoints.restore(step, **trainer.abstract_state._asdict()))
+    if not jax.jit(all_finite)(state):
+        raise CheckpointError(
+            f"{checkpoints.path}/{step} holds numbers that are not finite: go back to an earlier "
+            f"checkpoint with --step; the steps are {checkpoints.steps()}"
+        )
+    return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +198,8 @@ class _TrainingLoop:
         self.validate = self._make_validate()
         self.schedule = make_schedule(trainer.config.optimizer, trainer.config.train.steps)
         self.provenance = provenance()
+        self.skipped_steps = writer.skipped_steps
+        self.skipped_in_a_row = 0
 
     def run(self, state: TrainState, batches: TrainingBatches, start: int) -> int:
         config, trainer = self.trainer.config, self.trainer
@@ -238,19 +261,39 @@ class _TrainingLoop:
     def _finish_step(self, step: int, metrics: StepMetrics) -> tuple[float, float]:
         """Waits for a step and returns its (loss, gradient norm).
 
-        Raises FloatingPointError unless both are finite.
+        Raises FloatingPointError for numbers that are not finite, unless the step was skipped.
         """
-        nll, targets, grad_norm = (float(x) for x in jax.device_get(metrics))
+        nll, targets, grad_norm, finite = (float(x) for x in jax.device_get(metrics))
         self.throughput.end_step()
         loss = nll / max(targets, 1.0)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self.checkpoints.wait()
-            raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}; last good checkpoint: "
-                f"{self.checkpoints.latest_step() or 'none'}. Lower optimizer.learning_rate or "
-                "raise optimizer.warmup_steps, and give another --workdir"
-            )
+        if finite:
+            self.skipped_in_a_row = 0
+        else:
+            self._count_skipped(step, loss, grad_norm)
         return loss, grad_norm
+
+    def _count_skipped(self, step: int, loss: float, grad_norm: float) -> None:
+        """Counts and logs a skipped step. Raises FloatingPointError if it was not to be skipped."""
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.trainer.config.train.max_skipped_steps:
+            state = "" if math.isnan(loss + grad_norm) else ", parameters or moments not finite"
+            raise self._not_finite(step, f"loss {loss}, gradient norm {grad_norm}{state}")
+        self.skipped_steps += 1
+        if not self._logs(step):
+            values = {"loss": loss, "grad_norm": grad_norm, "skipped_steps": self.skipped_steps}
+            self.writer.write(step, values)
+
+    def _not_finite(self, step: int, numbers: str) -> FloatingPointError:
+        """The error for a step with these numbers, once the running save is complete."""
+        self.checkpoints.wait()
+        skipped = self.skipped_in_a_row - 1
+        return FloatingPointError(
+            f"step {step}: {numbers}"
+            + (f", after {skipped} skipped steps" if skipped > 0 else "")
+            + f"; last good checkpoint: {self.checkpoints.latest_step() or 'none'}. Lower "
+            "optimizer.learning_rate or raise optimizer.warmup_steps, and give another --workdir; "
+            "or raise train.max_skipped_steps, and the same run skips such steps"
+        )
 
     def _log(
         self, step: int, loss: float, grad_norm: float, state: TrainState, bar: Progress
@@ -258,12 +301,17 @@ class _TrainingLoop:
         """Writes the metrics of a step, with the validation loss where that is due."""
         values = {
             "loss": loss,
-            "learning_rate": float(self.schedule(step - 1)),
+            # A skipped step does not advance the schedule.
+            "learning_rate": float(self.schedule(step - 1 - self.skipped_steps)),
             "grad_norm": grad_norm,
             **self.throughput.metrics(),
         }
+        if self.trainer.config.train.max_skipped_steps:
+            values["skipped_steps"] = self.skipped_steps
         if self._validates(step):
             values |= self.validate(state.params)
+            if not math.isfinite(values["validation_loss"]):
+                raise self._not_finite(step, f"validation loss {values['validation_loss']}")
         self.writer.write(step, values)
         mfu = f", MFU {values['mfu']:.0%}" if "mfu" in values else ""
         bar.note(f"loss {loss:.3f}, {values['tokens_per_second']:,.0f} tokens/s{mfu}")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax.config import Config
 from alibi_jax.distributed import sharding
@@ -28,11 +28,16 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Metrics of one step. `nll` is a sum over targets, `targets` the sum of their weights."""
+    """Metrics of one step. `nll` is a sum over targets, `targets` the sum of their weights.
+
+    `finite` is whether the loss, the gradient norm and every number of the state after the step are
+    finite.
+    """
 
     nll: Float[Array, ""]
     targets: Float[Array, ""]
     grad_norm: Float[Array, ""]
+    finite: Bool[Array, ""]
 
 
 def summed_gradients(
@@ -64,6 +69,12 @@ def summed_gradients(
     micro_batches = (jax.tree.map(to_micro_batches, batch), indices)
     (total, count, grads), _ = jax.lax.scan(accumulate, zeros, micro_batches)
     return total, count, grads
+
+
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Whether all floating-point numbers of a tree of arrays are finite."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
 
 
 def check_fits(config: Config, mesh: jax.sharding.Mesh) -> None:
@@ -153,6 +164,11 @@ class Trainer:
             loss, state.params, batch, self.config.train.accumulation
         )
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(count, 1.0), grads)
+        grad_norm = optax.tree.norm(grads)
         updates, optimizer = self.tx.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(params, optimizer), StepMetrics(total, count, optax.tree.norm(grads))
+        updated = TrainState(optax.apply_updates(state.params, updates), optimizer)
+        finite = all_finite((total, grad_norm, updated))
+        if self.config.train.max_skipped_steps:
+            # The step is skipped: the optimizer's own count of steps stays the same too.
+            updated = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+        return updated, StepMetrics(total, count, grad_norm, finite)
