@@ -107,3 +107,21 @@ def test_a_passage_that_begins_or_ends_inside_a_character():
     cut = passage(text, np.array([3, 4, 5, 6, 7]), losses[:5], losses[:5])
     assert "b" in [piece["text"] for piece in cut["pieces"]]
     assert sum(piece["nll_short"] for piece in cut["pieces"]) == 5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_passage_without_finite_losses_is_refused(bad):
+    text = text_of("abc")
+    losses = np.array([1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="losses of the passage are not finite"):
+        passage(text, np.array([1, 2, 3]), losses, np.array([1.0, bad, 1.0]))
+    with pytest.raises(ValueError, match="losses of the passage are not finite"):
+        passage(text, np.array([1, 2, 3]), np.array([bad, 1.0, 1.0]), losses)
+
+
+def test_long_ppl_that_float64_cannot_hold_has_an_error():
+    nll = np.array([900.0, 1.0])
+    assert long_ppl(nll, np.array([True, True]), "judge")["perplexity"] == np.exp(450.5)
+    result = long_ppl(nll, np.array([True, False]), "judge")
+    assert result["error"] == "the mean loss of the key targets is 900.0 nats"
+    assert "perplexity" not in result

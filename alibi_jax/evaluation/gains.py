@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int64
 
 from alibi_jax.evaluation.bootstrap import Clusters
 from alibi_jax.evaluation.eval_text import EvaluationText
+from alibi_jax.evaluation.scoring import MAX_NLL
 
 # LongPPL's thresholds, in nats (Fang et al. 2024, arXiv 2410.23771, section 4).
 ALPHA, BETA = 2.0, -2.0
@@ -70,7 +71,10 @@ def long_ppl(nll: Float[np.ndarray, "M"], key: Bool[np.ndarray, "M"], judge: str
     }
     if not key.any():
         return result | {"error": "the judge finds no key target in the sample"}
-    return result | {"perplexity": float(np.exp(nll[key].mean(dtype=np.float64)))}
+    mean = float(nll[key].mean(dtype=np.float64))
+    if not mean < MAX_NLL:
+        return result | {"error": f"the mean loss of the key targets is {mean} nats"}
+    return result | {"perplexity": float(np.exp(mean))}
 
 
 def largest_gains(
@@ -105,7 +109,12 @@ def passage(
     short: Float[np.ndarray, "M"],
     long: Float[np.ndarray, "M"],
 ) -> dict[str, Any]:
-    """Consecutive targets in pieces of whole characters, each with the sum of its losses."""
+    """Consecutive targets in pieces of whole characters, each with the sum of its losses.
+
+    Raises ValueError unless all losses are finite.
+    """
+    if not np.isfinite(short).all() or not np.isfinite(long).all():
+        raise ValueError("the losses of the passage are not finite: the model's outputs diverged")
     pieces: list[dict[str, Any]] = []
     pending, nll_short, nll_long = b"", 0.0, 0.0
     for index, target in enumerate(targets):

@@ -8,11 +8,7 @@ import numpy as np
 from alibi_jax.evaluation.bootstrap import make_clusters
 from alibi_jax.evaluation.eval_text import EvaluationText
 from alibi_jax.evaluation.protocols import NONOVERLAPPING, SLIDING
-from alibi_jax.evaluation.scoring import Scores
-
-# The limit of a mean loss, in nats. The perplexity of a larger loss may overflow float64, and JSON
-# has no infinity.
-_MAX_NLL = 700.0
+from alibi_jax.evaluation.scoring import MAX_NLL, Scores
 
 
 def loss_metrics(
@@ -25,7 +21,7 @@ def loss_metrics(
     overflows.
     """
     total, mean = scores.total_nll, scores.mean_nll
-    if not mean < _MAX_NLL:
+    if not mean < MAX_NLL:
         raise ValueError(f"the mean loss is {mean} nats: the model's outputs diverged")
     clusters = make_clusters(scores.targets, text.document_starts, seed)
     estimate = clusters.estimate(scores.nll)
@@ -52,7 +48,7 @@ def loss_metrics(
 
 def _perplexity(total: float, count: int) -> float | None:
     """Returns exp(total / count), or None where `count` is 0 or the result overflows."""
-    return math.exp(total / count) if count and total / count < _MAX_NLL else None
+    return math.exp(total / count) if count and total / count < MAX_NLL else None
 
 
 def position_curve(scores: Scores) -> list[dict[str, Any]]:

@@ -149,9 +149,9 @@ def _passage(evaluation: RunEvaluation, short: int, long: int) -> dict[str, Any]
         return None
     try:
         losses = [evaluation.losses(targets, context) for context in (short, long)]
+        return passage(text, targets, *losses)
     except _LENGTH_ERRORS as error:
         return {"error": _first_line(error)}
-    return passage(text, targets, *losses)
 
 
 def _first_line(error: Exception) -> str:

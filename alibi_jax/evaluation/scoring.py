@@ -14,6 +14,9 @@ from alibi_jax.data.windows import EvaluationWindows
 from alibi_jax.distributed import memory, sharding
 from alibi_jax.progress import Progress
 
+# The limit of a mean loss, in nats. The perplexity of a larger loss may overflow float64, and JSON
+# has no infinity.
+MAX_NLL = 700.0
 # Seconds between two saves of unfinished work.
 _SAVE_EVERY = 30.0
 

@@ -29,7 +29,7 @@ def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
     written = [
         _write_whole(
             folder / "results.json",
-            lambda path: path.write_text(json.dumps(results, indent=1)),
+            lambda path: path.write_text(json.dumps(results, indent=1, allow_nan=False)),
         ),
         _write_whole(folder / "results.csv", lambda path: _write_csv(results, path)),
     ]
