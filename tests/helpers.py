@@ -1,7 +1,9 @@
 """Helpers of several test files."""
 
+import contextlib
 import math
 import operator
+import resource
 
 import jax
 import numpy as np
@@ -42,3 +44,21 @@ def every_jaxpr(jaxpr):
         ):
             if hasattr(parameter, "eqns"):
                 yield from every_jaxpr(getattr(parameter, "jaxpr", parameter))
+
+
+def flip(path, bit):
+    """Flips one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def file_size_limit(size):
+    """A limit of the system for the size of files, past which a write fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from helpers import file_size_limit, flip
 
 from alibi_jax.config import Data
 from alibi_jax.data import token_streams
@@ -98,14 +99,85 @@ def test_a_large_vocabulary_takes_four_bytes(config, monkeypatch):
         lambda folder: (folder / "meta.json").write_text("{"),
         lambda folder: (folder / "meta.json").unlink(),
         lambda folder: (folder / "meta.json").write_text(json.dumps({"tokens": 1})),
+        lambda folder: (folder / "tokens.bin").write_bytes(bytes(2 * 13)),
+        lambda folder: flip(folder / "tokens.bin", 40),
+        lambda folder: flip(folder / "starts.bin", 64),
     ],
 )
-def test_a_damaged_stream_is_made_again(config, damage):
+def test_a_damaged_stream_is_made_again(config, damage, capsys):
     good = np.array(token_stream(config, "train", ByteTokenizer()))
+    assert len(good) == 13
     (folder,) = kept(config)
     damage(folder)
+    capsys.readouterr()
     np.testing.assert_array_equal(token_stream(config, "train", ByteTokenizer()), good)
     assert document_starts(config, "train", ByteTokenizer()).tolist() == [0, 4]
+    assert list(folder.parent.iterdir()) == [folder]
+    said = [line for line in capsys.readouterr().err.splitlines() if "tokenising" not in line]
+    assert len(said) == 1
+    assert said[0].startswith(f"{folder} is damaged and is made again: ")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "meta.json"])
+def test_no_flipped_bit_goes_unnoticed(config, name):
+    token_stream(config, "train", ByteTokenizer())
+    (folder,) = kept(config)
+    read = "starts" if name == "starts.bin" else "tokens"
+    good = np.array(token_streams._mapped(folder, read))
+    for bit in range(8 * (folder / name).stat().st_size):
+        flip(folder / name, bit)
+        with pytest.raises((ValueError, KeyError)):
+            token_streams._mapped(folder, read)
+        flip(folder / name, bit)
+    np.testing.assert_array_equal(token_streams._mapped(folder, read), good)
+
+
+def test_a_disk_that_damages_every_stream_is_named(config, monkeypatch):
+    write = token_streams._write
+
+    def write_damaged(folder, *arguments):
+        meta = write(folder, *arguments)
+        flip(folder / "tokens.bin", 3)
+        return meta
+
+    monkeypatch.setattr(token_streams, "_write", write_damaged)
+    with pytest.raises(
+        DataError, match=r"3 times and was damaged each time: give a data\.data_dir"
+    ):
+        token_stream(config, "train", ByteTokenizer())
+
+
+def test_a_stream_of_an_earlier_version_is_read_as_it_is(config, monkeypatch):
+    good = np.array(token_stream(config, "train", ByteTokenizer()))
+    (folder,) = kept(config)
+    meta = json.loads((folder / "meta.json").read_text())
+    later = {"tokens_crc32", "starts_crc32", "digest"}
+    assert later <= meta.keys()
+    earlier = {key: value for key, value in meta.items() if key not in later}
+    (folder / "meta.json").write_text(json.dumps(earlier, indent=1))
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda *_: pytest.fail("tokenised again"))
+    np.testing.assert_array_equal(token_stream(config, "train", ByteTokenizer()), good)
+    assert document_starts(config, "train", ByteTokenizer()).tolist() == [0, 4]
+
+
+def test_a_full_disk_is_named_and_the_same_call_goes_on(config):
+    Path(config.path, "train", "2").write_text("a longer document " * 10_000)
+    token_stream(config, "validation", ByteTokenizer())
+    with (
+        file_size_limit(200_000),
+        pytest.raises(OSError, match=r"/alibi_jax/\w{24}: File too large .*make room there"),
+    ):
+        token_stream(config, "train", ByteTokenizer())
+    assert len(kept(config)) == 1
+    assert len(token_stream(config, "train", ByteTokenizer())) == 13 + 1 + 180_000
+
+
+def test_litter_of_killed_programs_goes_at_the_next_start(config):
+    token_stream(config, "train", ByteTokenizer())
+    (folder,) = kept(config)
+    litter = folder.with_name(f".{folder.name}.4194304-0a1b2c3d")
+    litter.mkdir()
+    token_stream(config, "train", ByteTokenizer())
     assert list(folder.parent.iterdir()) == [folder]
 
 

@@ -1,7 +1,9 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import flip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -240,6 +242,56 @@ def test_words_are_learned_once_for_a_training_split(tmp_path, monkeypatch):
     assert b" train" in first.byte_strings
     assert b" validation" not in first.byte_strings
     config.vocab_size = 301
+    monkeypatch.setattr(WordTokenizer, "train", lambda *_: pytest.fail("learned again"))
+    assert make_tokenizer(config).fingerprint == first.fingerprint
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A configuration of words, and the file of its tokenizer."""
+    for split in ("train", "validation"):
+        (tmp_path / "text" / split).mkdir(parents=True)
+        (tmp_path / "text" / split / "a").write_bytes(WORDS)
+    config = Data("text", str(tmp_path / "text"), str(tmp_path / "data"), tokenizer="words")
+    make_tokenizer(config)
+    (path,) = Path(config.data_dir).glob("alibi_jax/words-*/tokenizer.json")
+    return config, path
+
+
+def test_a_damaged_tokenizer_is_learned_again(stored, capsys):
+    config, path = stored
+    good = path.read_bytes()
+    flip(path, 8 * good.index(b"caf"))
+    assert json.loads(path.read_text())
+    assert b" caf\xc3\xa9" in make_tokenizer(config).byte_strings
+    assert path.read_bytes() == good
+    said = capsys.readouterr().err
+    assert f"{path.parent} is damaged and is made again: its values differ from those" in said
+
+
+def test_a_flipped_bit_is_noticed_or_changes_nothing(stored):
+    _, path = stored
+    good, unnoticed = tokenizers._stored_tokenizer(path.parent).fingerprint, 0
+    for bit in range(8 * path.stat().st_size):
+        flip(path, bit)
+        try:
+            read = tokenizers._stored_tokenizer(path.parent)
+        except (ValueError, TypeError, KeyError):
+            pass
+        else:
+            assert read.fingerprint == good
+            unnoticed += 1
+        flip(path, bit)
+    # The letters of the hexadecimal digits in \u00e9 and \u00ef may be capitals.
+    assert unnoticed == 3
+
+
+def test_a_tokenizer_of_an_earlier_version_is_read_as_it_is(stored, monkeypatch):
+    config, path = stored
+    first = make_tokenizer(config)
+    values = json.loads(path.read_text())
+    del values["digest"]
+    path.write_text(json.dumps(values))
     monkeypatch.setattr(WordTokenizer, "train", lambda *_: pytest.fail("learned again"))
     assert make_tokenizer(config).fingerprint == first.fingerprint
 

@@ -21,7 +21,7 @@ from tensorflow_datasets.core import read_only_builder
 
 from alibi_jax.config import Data
 from alibi_jax.data import text_files
-from alibi_jax.data.atomic import atomic_directory
+from alibi_jax.data.atomic import atomic_directory, remove_abandoned
 from alibi_jax.data.errors import DataError
 from alibi_jax.progress import on_terminal
 
@@ -214,6 +214,7 @@ def _open_or_prepare(
     final: Path, make_builder: Callable[..., tfds.core.DatasetBuilder]
 ) -> tfds.core.DatasetBuilder:
     """Opens the dataset in the folder `final`, which it prepares first if there is none."""
+    remove_abandoned(final.parent)
     if not final.is_dir():
         with (
             atomic_directory(final) as staging,

@@ -3,14 +3,15 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
 
 from alibi_jax.config import Data
-from alibi_jax.data.atomic import atomic_directory
 from alibi_jax.data.errors import DataError
+from alibi_jax.data.prepared import prepared, sealed, unsealed
 from alibi_jax.data.text_files import check_text, split_point
 from alibi_jax.data.tokenizer_base import Tokenizer
 from alibi_jax.data.word_tokenizer import WordTokenizer
@@ -125,15 +126,22 @@ def make_tokenizer(config: Data) -> Tokenizer:
     settings = f"1 {config.vocab_size}" if bpe else "1"
     key = hashlib.sha256(f"{settings} {documents.fingerprint}".encode()).hexdigest()
     folder = data_dir(config) / "alibi_jax" / f"{config.tokenizer}-{key[:24]}"
-    if not folder.is_dir():
-        with atomic_directory(folder) as staging:
-            shown = _with_progress(documents, len(documents))
-            tokenizer = (
-                BpeTokenizer.train(shown, config.vocab_size) if bpe else WordTokenizer.train(shown)
-            )
-            (staging / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
+
+    def make(staging: Path) -> None:
+        shown = _with_progress(documents, len(documents))
+        tokenizer = (
+            BpeTokenizer.train(shown, config.vocab_size) if bpe else WordTokenizer.train(shown)
+        )
+        (staging / "tokenizer.json").write_text(json.dumps(sealed(tokenizer.to_dict())))
+
     # Read back even if it was trained here: all processes use the first tokenizer that was stored.
-    return from_dict(json.loads((folder / "tokenizer.json").read_text()))
+    return prepared(folder, _stored_tokenizer, make)
+
+
+def _stored_tokenizer(folder: Path) -> Tokenizer:
+    values = json.loads((folder / "tokenizer.json").read_text())
+    # Earlier versions wrote no digest.
+    return from_dict(unsealed(values) if "digest" in values else values)
 
 
 def _with_progress(documents: Iterable[bytes], count: int) -> Iterator[bytes]:
