@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pandas
 import pytest
+from helpers import file_size_limit, flip
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -471,6 +472,43 @@ def test_the_losses_of_another_evaluation_stay(tmp_path):
     one.discard()
     assert np.isnan(other.load({"length": 16}, 2)).all()
     np.testing.assert_array_equal(other.load({"length": 32}, 2), losses)
+
+
+def test_a_flipped_bit_never_changes_a_loss(tmp_path, capsys):
+    unfinished, identity = UnfinishedLosses(tmp_path / "out"), {"length": 16}
+    losses = np.array([1.0, np.nan, 3.0], np.float32)
+    unfinished.save(identity, losses)
+    (path,) = unfinished.folder.iterdir()
+    np.testing.assert_array_equal(np.load(path), losses)
+    bits = 8 * path.stat().st_size
+    for bit in range(bits):
+        flip(path, bit)
+        assert np.isnan(unfinished.load(identity, 3)).all()
+        flip(path, bit)
+    said = capsys.readouterr().out
+    assert said == f"{path}: its checksum is wrong; these losses are computed again\n" * bits
+    np.testing.assert_array_equal(unfinished.load(identity, 3), losses)
+
+
+def test_a_full_disk_keeps_the_losses_so_far_and_is_named(tmp_path):
+    unfinished, identity = UnfinishedLosses(tmp_path / "out"), {"length": 16}
+    unfinished.save(identity, np.ones(2, np.float32))
+    with (
+        file_size_limit(1000),
+        pytest.raises(OSError, match=r"out/\w{24}\.npy: File too large .*make room there"),
+    ):
+        unfinished.save(identity, np.ones(1000, np.float32))
+    assert unfinished.load(identity, 2).tolist() == [1, 1]
+    assert len(list(unfinished.folder.iterdir())) == 1
+
+
+def test_what_a_killed_evaluation_left_goes_at_the_next_start(tmp_path):
+    unfinished, identity = UnfinishedLosses(tmp_path / "out"), {"length": 16}
+    unfinished.save(identity, np.ones(2, np.float32))
+    (path,) = unfinished.folder.iterdir()
+    path.with_name(f".{path.name}.4194304-0a1b2c3d.npy").touch()
+    unfinished.load(identity, 2)
+    assert list(unfinished.folder.iterdir()) == [path]
 
 
 def test_losses_under_another_identity_are_not_used(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import made_up
 import pandas
 import pytest
+from helpers import file_size_limit
 from made_up import bare_row, bare_run
 
 from alibi_jax import report
@@ -58,6 +59,21 @@ def test_a_write_that_fails_leaves_the_old_file(bare, tmp_path):
     with pytest.raises(OSError, match="no space"):
         files._write_whole(path, half)
     assert json.loads(path.read_text()) == bare
+
+
+def test_a_full_disk_is_named_and_leaves_the_old_files(bare, tmp_path):
+    report.write(bare, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    said = f"{tmp_path}/results.json: File too large while it was written: make room there"
+    with file_size_limit(1000), pytest.raises(OSError, match=re.escape(said)):
+        report.write(bare, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_a_killed_evaluation_left_goes_at_the_next_start(bare, tmp_path):
+    (tmp_path / ".gone.svg.4194304-0a1b2c3d.svg").touch()
+    paths = report.write(bare, tmp_path)
+    assert set(tmp_path.iterdir()) == set(paths)
 
 
 def test_the_numbers_are_written_before_anything_is_drawn(bare, tmp_path, monkeypatch):

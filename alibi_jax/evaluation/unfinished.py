@@ -3,9 +3,10 @@
 import contextlib
 import functools
 import hashlib
+import io
 import json
-import os
 import pathlib
+import zlib
 from typing import Any
 
 import jax
@@ -14,6 +15,10 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float32
 
 import alibi_jax
+from alibi_jax.data.atomic import atomic_file, remove_abandoned
+from alibi_jax.distributed import processes
+
+_CRC_BYTES = 4
 
 
 class UnfinishedLosses:
@@ -33,25 +38,25 @@ class UnfinishedLosses:
         """The saved losses, the same in all processes; a loss that is still missing is NaN."""
         losses = np.full(count, np.nan, np.float32)
         path = self._path(identity)
-        if jax.process_index() == 0 and path.is_file():
-            # A damaged file counts as missing.
-            with contextlib.suppress(OSError, ValueError, EOFError):
-                saved = np.load(path)
-                if saved.shape == losses.shape:
-                    losses = saved
+        if jax.process_index() == 0:
+            remove_abandoned(self.folder)
+            if path.exists():
+                try:
+                    losses = _read(path, count)
+                except (OSError, ValueError) as error:
+                    processes.say(f"{path}: {error}; these losses are computed again")
         if jax.process_count() > 1:
             losses = np.asarray(multihost_utils.broadcast_one_to_all(losses))
         return losses
 
     def save(self, identity: dict[str, Any], losses: Float32[np.ndarray, "M"]) -> None:
-        """Saves losses atomically."""
+        """Saves losses atomically, followed by their CRC-32. Raises OSError if the disk is full."""
         if jax.process_index() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self._path(identity)
-            temporary = path.with_suffix(".new")
-            with temporary.open("wb") as file:
-                np.save(file, losses)
-            os.replace(temporary, path)
+            content = io.BytesIO()
+            np.save(content, losses)
+            content.write(_crc32(content.getvalue()))
+            with atomic_file(self._path(identity)) as staging:
+                staging.write_bytes(content.getvalue())
 
     def discard(self) -> None:
         """Deletes the losses of this evaluation, which has finished."""
@@ -66,6 +71,21 @@ class UnfinishedLosses:
         path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.npy"
         self._paths.add(path)
         return path
+
+
+def _read(path: pathlib.Path, count: int) -> Float32[np.ndarray, "M"]:
+    """The `count` losses of a file. Raises ValueError if it is damaged."""
+    content = path.read_bytes()
+    if _crc32(content[:-_CRC_BYTES]) != content[-_CRC_BYTES:]:
+        raise ValueError("its checksum is wrong")
+    losses = np.load(io.BytesIO(content))
+    if losses.shape != (count,):
+        raise ValueError(f"it has shape {losses.shape} in place of ({count},)")
+    return losses
+
+
+def _crc32(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(_CRC_BYTES, "little")
 
 
 @functools.cache

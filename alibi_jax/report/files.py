@@ -2,12 +2,12 @@
 
 import csv
 import json
-import os
 import pathlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from alibi_jax.data.atomic import atomic_file, remove_abandoned
 from alibi_jax.report.figures import NAMES, draw, figure_names
 from alibi_jax.report.html import page
 from alibi_jax.report.tidy import COLUMNS, tidy
@@ -23,7 +23,7 @@ def write(results: dict[str, Any], folder: pathlib.Path) -> list[pathlib.Path]:
     No file is ever incomplete. Figures that an earlier evaluation left in the folder are removed if
     these results do not have them.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder)
     # Read before results.json is replaced.
     earlier_figures = _earlier_figures(folder)
     written = [
@@ -68,9 +68,8 @@ def _earlier_figures(folder: pathlib.Path) -> set[str]:
 
 def _write_whole(path: pathlib.Path, make: Callable[[pathlib.Path], Any]) -> pathlib.Path:
     """Makes the file beside its path and moves it there once it is complete."""
-    fresh = path.with_name(f".{path.name}.new{path.suffix}")
-    make(fresh)
-    os.replace(fresh, path)
+    with atomic_file(path) as fresh:
+        make(fresh)
     return path
 
 
