@@ -148,8 +148,12 @@ def _value_remedy(message: str) -> str:
 
 def _guarded(main: Callable[[], int]) -> NoReturn:
     if not flags.FLAGS["verbosity"].present:
-        # Orbax logs every file that it touches; --verbosity=0 shows these lines.
+        # Orbax logs every file that it touches, and the traceback of each error that it also
+        # raises; --verbosity=0 shows these lines.
         logging.set_verbosity(logging.WARNING)
+        logging.get_absl_handler().addFilter(
+            lambda record: "orbax" not in pathlib.Path(record.pathname).parts
+        )
     try:
         if _CACHE.value:
             _keep_programs(folder("compilation_cache", _CACHE.value))

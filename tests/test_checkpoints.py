@@ -1,11 +1,17 @@
+import json
+import os
+import pathlib
+import random
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_arrays, mesh_of
+from helpers import assert_same_arrays, file_size_limit, flip, mesh_of
 
 from alibi_jax.checkpoints import FORMAT, CheckpointError, Checkpoints, Metadata
 from alibi_jax.config import Checkpoint
@@ -189,11 +195,14 @@ def test_a_half_written_checkpoint_counts_for_nothing(tmp_path):
     # The name that Orbax gives to an unfinished checkpoint.
     half = whole.rename(f"{whole}.orbax-checkpoint-tmp")
     shutil.rmtree(half / "params")
+    (tmp_path / "checkpoints" / "7.orbax-checkpoint-tmp").mkdir()
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == 1
         with pytest.raises(CheckpointError, match=r"has steps \[1\]"):
             checkpoints.check_step(2)
     save(tmp_path, [2], keep=9)
+    # What killed processes left is gone.
+    assert kept(tmp_path) == [1, 2]
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == 2
 
@@ -241,3 +250,258 @@ def test_a_format_from_the_future_is_refused(tmp_path):
         checkpoints.wait()
         with pytest.raises(CheckpointError, match="update alibi_jax"):
             checkpoints.metadata(1)
+
+
+def test_checkpoints_that_a_kill_left_beyond_those_kept_are_removed(tiny_config, tmp_path):
+    values = {"train.steps": 4, "checkpoint.every": 1, "checkpoint.keep": 9}
+    train(tiny_config(values), tmp_path)
+    assert kept(tmp_path) == [1, 2, 3, 4]
+    # The run has finished, so that this start saves nothing.
+    values["checkpoint.keep"] = 1
+    assert train(tiny_config(values | {"checkpoint.keep_every": 3}), tmp_path) == 4
+    assert kept(tmp_path) == [3, 4]
+
+
+REMEDY = "give --step=1 to use the checkpoint before it"
+DAMAGES = {
+    "deleted": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "flipped": lambda path: flip(path, path.stat().st_size * 4),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+}
+
+
+def read(workdir, trainer, step=2):
+    with Checkpoints(workdir) as checkpoints:
+        checkpoints.metadata(step)
+        return checkpoints.restore(step, **trainer.abstract_state._asdict())
+
+
+def read_or_refused(workdir, trainer, good):
+    """Whether step 2 is refused in the one line; otherwise its values are `good`, to the bit."""
+    said = ""
+    try:
+        values = read(workdir, trainer)
+    except CheckpointError as error:
+        said = str(error)
+    if not said:
+        assert_same_arrays(values, good)
+        return False
+    path = re.escape(f"{workdir}/checkpoints/2")
+    assert re.fullmatch(rf"{path} is damaged \([^\n]{{5,160}}\): {REMEDY}", said), said
+    return True
+
+
+@pytest.fixture(scope="module")
+def good(trained):
+    return read(*trained)
+
+
+def files_of(workdir):
+    step = workdir / "checkpoints" / "2"
+    return [path.relative_to(step) for path in sorted(step.rglob("*")) if path.is_file()]
+
+
+# Neither Orbax nor this package reads these files.
+UNREAD = ("commit_success.txt", "_sharding", "ocdbt.process_0/manifest.ocdbt")
+# Orbax does not miss this file if it is not there.
+OPTIONAL = "array_metadatas/process_0"
+
+
+def check_damages(trained, good, workdir, damages):
+    shutil.copytree(trained[0], workdir)
+    names = files_of(workdir)
+    assert len(names) == 18
+    for name in names:
+        path = workdir / "checkpoints" / "2" / name
+        content = path.read_bytes()
+        for damage in damages:
+            DAMAGES[damage](path)
+            refused = read_or_refused(workdir, trained[1], good)
+            harmless = str(name).endswith(UNREAD) or damage in ("flipped", "longer")
+            harmless |= damage == "deleted" and str(name).endswith(OPTIONAL)
+            assert refused or harmless, (name, damage)
+            path.write_bytes(content)
+    assert not read_or_refused(workdir, trained[1], good)
+
+
+def test_no_damage_of_a_file_goes_unnoticed(trained, good, tmp_path):
+    check_damages(trained, good, tmp_path / "copy", ["deleted", "flipped"])
+
+
+@pytest.mark.slow
+def test_no_other_damage_of_a_file_goes_unnoticed(trained, good, tmp_path):
+    check_damages(trained, good, tmp_path / "copy", ["empty", "cut", "zeros", "longer"])
+
+
+@pytest.mark.slow
+def test_no_flipped_bit_goes_unnoticed(trained, good, tmp_path):
+    workdir = shutil.copytree(trained[0], tmp_path / "copy")
+    pick, refused = random.Random(0), 0
+    for name in files_of(workdir):
+        path = workdir / "checkpoints" / "2" / name
+        for bit in pick.sample(range(8 * path.stat().st_size), 10):
+            flip(path, bit)
+            refused += read_or_refused(workdir, trained[1], good)
+            flip(path, bit)
+    assert refused > 50
+
+
+@pytest.mark.parametrize("item", ["params", "optimizer"])
+def test_arrays_of_another_step_are_refused(trained, good, tmp_path, item):
+    workdir = shutil.copytree(trained[0], tmp_path / "copy")
+    folder = workdir / "checkpoints"
+    shutil.rmtree(folder / "2" / item)
+    shutil.copytree(folder / "1" / item, folder / "2" / item)
+    with pytest.raises(CheckpointError, match=rf"damaged \({item}: its values are not those"):
+        read(workdir, trained[1])
+    # Evaluation reads the parameters alone.
+    if item == "params":
+        with pytest.raises(CheckpointError, match=rf"damaged \(params: .*\): {REMEDY}"):
+            load_run(workdir)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: shutil.copytree(folder / "1", folder / "2"), "they are those of step 1"),
+        (lambda folder: (folder / "2").symlink_to("1"), "they are those of step 1"),
+        (lambda folder: (folder / "2").mkdir(), "their file is missing"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_of_its_step_is_refused(trained, tmp_path, make, said):
+    workdir = shutil.copytree(trained[0], tmp_path / "copy")
+    shutil.rmtree(workdir / "checkpoints" / "2")
+    make(workdir / "checkpoints")
+    with pytest.raises(CheckpointError, match=rf"2 is damaged \(metadata: {said}\): {REMEDY}"):
+        read(workdir, trained[1])
+
+
+def test_a_missing_item_is_named(trained, tmp_path):
+    workdir = shutil.copytree(trained[0], tmp_path / "copy")
+    shutil.rmtree(workdir / "checkpoints" / "2" / "optimizer")
+    said = rf"2 is damaged \(optimizer: its folder is missing\): {REMEDY}"
+    with pytest.raises(CheckpointError, match=said):
+        read(workdir, trained[1])
+
+
+def test_the_remedy_is_a_checkpoint_that_is_there(trained, tmp_path):
+    workdir = shutil.copytree(trained[0], tmp_path / "copy")
+    damaged = workdir / "checkpoints" / "1" / "_CHECKPOINT_METADATA"
+    damaged.unlink()
+    with pytest.raises(CheckpointError, match="give --step=2 to use the checkpoint after it"):
+        read(workdir, trained[1], step=1)
+    shutil.rmtree(workdir / "checkpoints" / "2")
+    with pytest.raises(CheckpointError, match="there is no other one, so train anew"):
+        read(workdir, trained[1], step=1)
+
+
+def test_a_changed_number_of_the_configuration_is_noticed(trained, tmp_path):
+    workdir = shutil.copytree(trained[0], tmp_path / "copy")
+    path = workdir / "checkpoints" / "2" / "_CHECKPOINT_METADATA"
+    values = json.loads(path.read_text())
+    values["custom_metadata"]["config"]["optimizer"]["learning_rate"] *= 2
+    path.write_text(json.dumps(values))
+    said = "damaged \\(metadata: its values differ from those that were written"
+    with Checkpoints(workdir) as checkpoints, pytest.raises(CheckpointError, match=said):
+        checkpoints.metadata(2)
+
+
+def test_damage_of_an_earlier_format_is_named_where_it_shows(tmp_path):
+    written = pathlib.Path(__file__).parent / "data" / "format_2"
+    workdir = shutil.copytree(written, tmp_path / "copy")
+    for path in workdir.glob("checkpoints/5/params/d/*"):
+        path.unlink()
+    said = r"is damaged \(list of arrays: it can't be read\): there is no other one"
+    with pytest.raises(CheckpointError, match=said):
+        load_run(workdir)
+
+
+PROGRAM = """
+import pathlib, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 1)
+sys.path.append("tests")
+from helpers import file_size_limit
+from test_checkpoints import matrices, metadata, mesh_of
+from alibi_jax.checkpoints import Checkpoints
+from alibi_jax.config import Checkpoint
+
+with Checkpoints(pathlib.Path(sys.argv[1]), Checkpoint(keep=1)) as checkpoints:
+    checkpoints.save(*matrices(mesh_of(1, 1, 1, 1)), metadata(1))
+    checkpoints.wait()
+    with file_size_limit(20_000):
+        large = matrices(mesh_of(1, 1, 1, 1), (100, 100))
+        checkpoints.save(*large, metadata(2))
+"""
+
+
+def test_a_save_on_a_full_disk_is_named_and_keeps_the_earlier_checkpoint(tmp_path):
+    """In a process of its own, which has to end."""
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        cwd=pathlib.Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        f"alibi_jax.checkpoints.errors.CheckpointError: {tmp_path}/checkpoints/2 could not be "
+        "saved (File too large): make room there, and give the same command again, which goes on "
+        "from step 1"
+    )
+    params, _ = matrices(mesh_of(1, 1, 1, 1))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 1
+        restored = checkpoints.restore(1, params=abstract(params))["params"]
+    assert_same_arrays(restored, params)
+    # Once there is room, saves go on.
+    save(tmp_path, [2], keep=9)
+    assert kept(tmp_path) == [1, 2]
+
+
+def test_a_failed_save_ends_the_training_at_once(tiny_config, tmp_path):
+    values = {"train.steps": 500, "checkpoint.every": 400, "train.log_every": 500}
+    limit = file_size_limit(4000)
+    save_checkpoint = Checkpoints.save
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+
+            def limited_save(*arguments):
+                limit.__enter__()
+                save_checkpoint(*arguments)
+
+            patch.setattr(Checkpoints, "save", limited_save)
+            said = "400 could not be saved .*make room there, and give the same command"
+            with pytest.raises(CheckpointError, match=said):
+                train(tiny_config(values), tmp_path)
+    finally:
+        limit.__exit__(None, None, None)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    fsync, synced = os.fsync, {}
+
+    def spy(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.setdefault(os.path.relpath(path, tmp_path / "checkpoints"), kept_names())
+        fsync(descriptor)
+
+    def kept_names():
+        return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+
+    monkeypatch.setattr(os, "fsync", spy)
+    save(tmp_path, [3])
+    unfinished = "3.orbax-checkpoint-tmp"
+    before = {path.removeprefix(unfinished) for path in synced if path.startswith(unfinished)}
+    files = {
+        str(path).removeprefix(f"{tmp_path}/checkpoints/3")
+        for path in (tmp_path / "checkpoints").rglob("*")
+    }
+    # Orbax writes the last one when it renames.
+    assert before >= files - {"/commit_success.txt"}
+    assert all(synced[path] == [unfinished] for path in synced if path.startswith(unfinished))
+    assert synced["3/_CHECKPOINT_METADATA"] == synced["."] == ["3"]

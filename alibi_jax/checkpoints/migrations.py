@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from alibi_jax.model.layer_stack import LAYER_AXIS
 
 # Increased when older code can no longer read a new checkpoint.
-FORMAT = 3
+FORMAT = 4
 
 
 def upgraded_config(values: dict[str, Any], version: int) -> dict[str, Any]:

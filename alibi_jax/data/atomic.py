@@ -12,7 +12,8 @@ from pathlib import Path
 
 # The name of a file or directory that is not complete yet, as `_hidden_sibling` makes it.
 _HIDDEN = re.compile(r"\..+\.\d+-[0-9a-f]+(\.\w+)?")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors of writing to a disk, a quota or a file that is full.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -126,7 +127,7 @@ def _full_disk_named(final: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in NO_ROOM:
             raise
         raise OSError(
             f"{final}: {os.strerror(error.errno)} while it was written: make room there, and give "

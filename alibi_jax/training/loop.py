@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from alibi_jax.checkpoints import CheckpointError, Checkpoints, Metadata, check_path
+from alibi_jax.checkpoints import Checkpoints, Metadata, check_path
 from alibi_jax.config import SCHEDULES, Config, ConfigError, flatten, from_dict
 from alibi_jax.data.builders import open_documents
 from alibi_jax.data.token_streams import token_stream
@@ -23,7 +23,7 @@ from alibi_jax.provenance import provenance
 from alibi_jax.training.metrics import MetricsWriter
 from alibi_jax.training.optimizers import clipped_warmup, make_schedule
 from alibi_jax.training.profiling import Profiler, parse_steps
-from alibi_jax.training.step import StepMetrics, Trainer, TrainState, all_finite, check_fits
+from alibi_jax.training.step import StepMetrics, Trainer, TrainState, check_fits
 from alibi_jax.training.throughput import ThroughputMeter
 
 # Keys that may differ when a run is resumed. All other keys change the numbers of the run.
@@ -90,6 +90,8 @@ def train(
     if saved is not None:
         check_same_config(saved, config, workdir)
         if saved.step >= config.train.steps:
+            with Checkpoints(workdir, config.checkpoint) as checkpoints:
+                checkpoints.remove_surplus()
             return saved.step
     start = 0 if saved is None else saved.step
     profiler = Profiler(traced_steps, workdir, start, config.train.steps)
@@ -104,7 +106,11 @@ def train(
     # Damage to metrics.jsonl shows in the line that the run logged last before its checkpoint.
     last_logged = 0 if saved is None else start - start % saved.config["train"]["log_every"]
     with Checkpoints(workdir, config.checkpoint) as checkpoints:
-        state = _restored_state(checkpoints, trainer, start) if start else trainer.initial_state()
+        state = (
+            TrainState(**checkpoints.restore(start, **trainer.abstract_state._asdict()))
+            if start
+            else trainer.initial_state()
+        )
         checkpoints.remove_after(start)
         with (
             MetricsWriter(workdir, start, last_logged) as writer,
@@ -143,17 +149,6 @@ def _saved_metadata(workdir: pathlib.Path, step: int | None) -> Metadata | None:
         if step is None and checkpoints.latest_step() is None:
             return None
         return checkpoints.metadata(checkpoints.check_step(step))
-
-
-def _restored_state(checkpoints: Checkpoints, trainer: Trainer, step: int) -> TrainState:
-    """The state of a checkpoint. Raises CheckpointError if its numbers are not all finite."""
-    state = TrainState(**checkpoints.restore(step, **trainer.abstract_state._asdict()))
-    if not jax.jit(all_finite)(state):
-        raise CheckpointError(
-            f"{checkpoints.path}/{step} holds numbers that are not finite: go back to an earlier "
-            f"checkpoint with --step; the steps are {checkpoints.steps()}"
-        )
-    return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +221,7 @@ class _TrainingLoop:
                     self._finish_step(*pending)
                 pending = (step, metrics)
                 bar.update()
+                self.checkpoints.check_save()
                 stopping = self.stop.at(step)
                 saving = step % config.checkpoint.every == 0 or step == steps or stopping
                 traced = self.profiler.must_wait_for(step)

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from alibi_jax.checkpoints import all_finite
 from alibi_jax.config import Config
 from alibi_jax.distributed import sharding
 from alibi_jax.model import abstract_model, check_divides, check_model_fits, initial_params
@@ -69,12 +70,6 @@ def summed_gradients(
     micro_batches = (jax.tree.map(to_micro_batches, batch), indices)
     (total, count, grads), _ = jax.lax.scan(accumulate, zeros, micro_batches)
     return total, count, grads
-
-
-def all_finite(tree: Any) -> Bool[Array, ""]:
-    """Whether all floating-point numbers of a tree of arrays are finite."""
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
 
 
 def check_fits(config: Config, mesh: jax.sharding.Mesh) -> None:
