@@ -36,8 +36,8 @@ TYPES = {
     "list": list,
     "object": dict,
 }
-# Objects whose keys are those of a configuration, of packages or of a tokenizer.
-OPAQUE = {"config", "versions", "tokenizer"}
+# Objects whose keys are those of a configuration, of packages, of a tokenizer or of arrays.
+OPAQUE = {"config", "versions", "tokenizer", "arrays"}
 
 
 def table_rows(first_column):
@@ -157,9 +157,14 @@ def test_the_metrics(workdir):
 
 
 def test_the_metadata_of_a_checkpoint(workdir, metadata):
-    check_keys(keys_of("metadata"), [metadata])
     stored = json.loads((workdir / "checkpoints" / "4" / "_CHECKPOINT_METADATA").read_text())
-    assert stored["custom_metadata"] == metadata
+    stored = stored["custom_metadata"]
+    check_keys(keys_of("metadata"), [stored])
+    assert stored == metadata | {"digest": stored["digest"]}
+    for arrays in stored["arrays"].values():
+        for array in arrays.values():
+            assert array.keys() == {"shape", "checksum"}
+            assert len(array["checksum"]) == 16
     assert f"now {FORMAT}" in PAGE
     for _, _, (key, _, _, meaning) in table_rows("key"):
         if key == "`config`" and "sections" in meaning:
