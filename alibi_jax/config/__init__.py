@@ -15,6 +15,7 @@ from alibi_jax.config.choices import (
 )
 from alibi_jax.config.config import Config, check_key, flatten, from_dict, parse_mesh
 from alibi_jax.config.parts import Checkpoint, Data, Mesh, Model, Optimizer, Train
+from alibi_jax.config.paths import local_path
 from alibi_jax.config.section import ConfigError, fields_of, nearest
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "fields_of",
     "flatten",
     "from_dict",
+    "local_path",
     "nearest",
     "parse_mesh",
 ]
