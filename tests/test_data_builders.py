@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,9 +117,124 @@ def test_folders_name_the_splits(tmp_path):
 
 
 def test_a_train_folder_alone_is_refused(tmp_path):
-    write(tmp_path, {"train/a": b"1", "valid/a": b"2", "test/a": b"3"})
+    write(tmp_path, {"train/a": b"1", "kept_back/a": b"2", "tail/a": b"3"})
     with pytest.raises(DataError, match="no validation/"):
         read(own(tmp_path), "train")
+
+
+NAMED = {
+    "train.txt": b"to learn\n" * 100,
+    "valid.txt": b"to choose\n" * 100,
+    "test.txt": b"to report\n" * 100,
+}
+
+
+def test_files_that_are_named_after_splits_are_these_splits(tmp_path):
+    write(tmp_path, NAMED | {"README.md": b"about\n"})
+    config = own(tmp_path)
+    assert {split: read(config, split) for split in text_files.SPLITS} == {
+        split: [content] for split, content in zip(text_files.SPLITS, NAMED.values())
+    }
+    assert open_documents(config, "test").source[0]["id"] == b"test.txt"
+
+
+def test_a_named_split_that_is_missing_is_not_made_up(tmp_path):
+    write(tmp_path, {"train.txt": NAMED["train.txt"], "test.txt": NAMED["test.txt"]})
+    assert read(own(tmp_path), "train") == [NAMED["train.txt"]]
+    says = r"data\.validation_split='validation'.*has the splits train, test"
+    with pytest.raises(DataError, match=says):
+        read(own(tmp_path), "validation")
+    assert read(own(tmp_path, validation_split="test"), "validation") == [NAMED["test.txt"]]
+
+
+def test_only_a_folder_that_is_split_by_names_is_another_dataset_than_before(tmp_path):
+    """The names of prepared datasets, as earlier versions made them."""
+    before = {
+        "cut": ({"a.txt": b"1\n" * 50}, "5561819860fdc004cde4e572"),
+        "folders": ({"train/a": b"1", "validation/b": b"2", "x": b"3"}, "197bab118218bc3ca88b51ce"),
+        "whole": ({f"{i:02}": b"%d" % i for i in range(40)}, "90db1a05244486cc9a8398a2"),
+        "names": (NAMED, "246e90a8d97536eebfc2ff84"),
+    }
+    for kind, (files, digest) in before.items():
+        write(tmp_path / kind, files)
+        same = text_files.fingerprint(tmp_path / kind / "text") == digest
+        assert same == (kind != "names")
+
+
+def test_a_file_in_training_and_held_out_text_is_refused(tmp_path):
+    write(tmp_path, {"train/a": b"1", "train/b": b"2", "validation/c": b"3"})
+    text = tmp_path / "text"
+    (text / "validation" / "d").symlink_to("../train/b")
+    with pytest.raises(DataError, match=r"validation/d' .* same file as .*train/b'.*remove one"):
+        read(own(tmp_path), "train")
+    (text / "validation" / "d").unlink()
+    (text / "valid.txt").hardlink_to(text / "train" / "a")
+    (text / "validation").rename(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"valid\.txt' .* same file as .*train/a'.*remove one"):
+        read(own(tmp_path), "train")
+
+
+def test_held_out_text_may_be_shared_by_validation_and_test(tmp_path):
+    write(tmp_path, {"train.txt": b"1", "valid.txt": b"2"})
+    (tmp_path / "text" / "test.txt").symlink_to("valid.txt")
+    assert [read(own(tmp_path), split) for split in text_files.SPLITS] == [[b"1"], [b"2"], [b"2"]]
+
+
+def test_linked_folders_hold_documents_and_each_file_is_one_document(tmp_path):
+    write(tmp_path, {"../other/b.txt": b"b\n" * 50, "a.txt": b"a\n" * 50})
+    (tmp_path / "text" / "linked").symlink_to(tmp_path / "other")
+    (tmp_path / "text" / "again.txt").symlink_to("a.txt")
+    (tmp_path / "text" / "linked" / "loop").symlink_to(tmp_path / "text")
+    documents = open_documents(own(tmp_path), "train")
+    assert [example["id"] for example in documents.source] == [b"a.txt", b"linked/b.txt"]
+    assert list(documents) == [b"a\n" * 45, b"b\n" * 45]
+
+
+def test_names_need_not_be_utf_8(tmp_path):
+    name = os.fsdecode(b"train/\xff.txt")
+    write(tmp_path, {name: b"1", "train/\xe9.txt": b"2", "validation/v": b"3"})
+    documents = open_documents(own(tmp_path), "train")
+    assert [example["id"] for example in documents.source] == ["\xe9.txt".encode(), b"\xff.txt"]
+    write(tmp_path, {name: b"\xff"})
+    with pytest.raises(DataError, match=r"train/\\udcff\.txt' is not UTF-8 at byte 0"):
+        read(own(tmp_path), "train")
+
+
+def damage(path, kind):
+    content = path.read_bytes()
+    if kind == "gone":
+        path.unlink()
+    else:
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+        path.write_bytes({"empty": b"", "short": content[:middle], "flipped": flipped}[kind])
+
+
+@pytest.mark.parametrize("kind", ["gone", "empty", "short", "flipped"])
+@pytest.mark.parametrize("name", ["features.json", "dataset_info.json", "text_files-train*"])
+def test_a_damaged_dataset_is_named_with_the_remedy(name, kind, tmp_path):
+    # Records of 200 kB, so that the middle of their file is no padding.
+    write(tmp_path, {"train/a": os.urandom(100_000).hex().encode(), "validation/v": b"v"})
+    config = own(tmp_path)
+    good = read(config, "train")
+    (folder,) = tmp_path.glob("data/text_files/*/1.0.0")
+    (path,) = folder.glob(name)
+    damage(path, kind)
+    with pytest.raises(DataError, match=rf"^{folder} is damaged \(.*\): delete that") as caught:
+        read(config, "train")
+    assert "\n" not in str(caught.value)
+    shutil.rmtree(folder)
+    assert read(config, "train") == good
+
+
+def test_a_dataset_without_checksums_is_read(tmp_path):
+    """Earlier versions wrote none."""
+    write(tmp_path, {"train/a": b"1", "validation/v": b"v"})
+    before = open_documents(own(tmp_path), "train").fingerprint
+    (file,) = tmp_path.glob("data/text_files/*/1.0.0/checksums.json")
+    file.unlink()
+    assert open_documents(own(tmp_path), "train").fingerprint == before
+    assert read(own(tmp_path), "train") == [b"1"]
 
 
 def test_few_documents_are_cut_at_line_ends(tmp_path):
@@ -244,6 +360,25 @@ def test_wikitext_needs_no_test_split(tmp_path):
         read(config, "test")
 
 
+@pytest.mark.parametrize("naming", ["wiki.{}.raw", "{}.txt"])
+def test_wikitext_under_other_names(naming, tmp_path):
+    contents = list(WIKITEXT.values())
+    names = [naming.format(split) for split in ("train", "valid", "test")]
+    write(tmp_path, dict(zip(names, contents)))
+    config = wikitext(tmp_path)
+    assert [read(config, split) for split in text_files.SPLITS] == [[text] for text in contents]
+    # The names of the word-level archive come first.
+    write(tmp_path, {name: b" \n other \n" for name in WIKITEXT})
+    assert read(config, "train") == [b" \n other \n"]
+
+
+def test_a_folder_without_wikitext_is_told_the_names(tmp_path):
+    write(tmp_path, {"train.tokens": b" a \n"})
+    names = r"no wiki\.train\.tokens \(nor wiki\.train\.raw or train\.txt\).*wiki\.valid\.tokens"
+    with pytest.raises(DataError, match=names):
+        read(wikitext(tmp_path), "train")
+
+
 @pytest.mark.parametrize("missing", ["wiki.train.tokens", "wiki.valid.tokens"])
 def test_wikitext_without_a_file_is_refused(tmp_path, missing):
     write(tmp_path, {name: content for name, content in WIKITEXT.items() if name != missing})
@@ -340,6 +475,21 @@ def test_files_that_only_tensorflow_reads(tiny_corpus):
         path.rename(path.with_name(path.name.replace("array_record", "tfrecord")))
     with pytest.raises(DataError, match=r"'tiny_corpus' is stored as tfrecord.*array_record"):
         open_documents(tiny_corpus, "train")
+
+
+def test_a_damaged_tfds_dataset_is_named(tiny_corpus):
+    folder = Path(tiny_corpus.data_dir) / "tiny_corpus"
+    path = folder / "2.0.0" / "features.json"
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(DataError, match=rf"^{folder} is damaged \(.*\): delete that folder"):
+        open_documents(tiny_corpus, "train")
+
+
+def test_records_that_are_missing_are_no_documents(tiny_corpus):
+    (path,) = Path(tiny_corpus.data_dir).glob("tiny_corpus/2.0.0/*dev.array_record*")
+    path.write_bytes(path.read_bytes()[: 2**16])
+    with pytest.raises(DataError, match=r"2\.0\.0 is damaged \(document 0 is missing\)"):
+        read(tiny_corpus, "validation")
 
 
 @pytest.mark.parametrize("name", ["lm1b", "no_such_corpus", "no such", "a/b/c:1.0.0"])

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ import tensorflow_datasets as tfds
 from absl import logging
 from tensorflow_datasets.core import read_only_builder
 
-from alibi_jax.config import Data
+from alibi_jax.config import Data, local_path
 from alibi_jax.data import text_files
 from alibi_jax.data.atomic import atomic_directory, remove_abandoned
+from alibi_jax.data.dataset_files import check_files, damage_named, write_checksums
 from alibi_jax.data.errors import DataError
 from alibi_jax.progress import on_terminal
 
@@ -52,7 +54,7 @@ class TextBuilder(tfds.core.GeneratorBasedBuilder):
             for split, documents in self.split_documents().items()
         }
 
-    def split_documents(self) -> dict[str, Iterator[tuple[str, bytes]]]:
+    def split_documents(self) -> dict[str, Iterator[tuple[bytes, bytes]]]:
         """The documents (name, text) of each split."""
         return text_files.split_documents(self.root())
 
@@ -105,7 +107,7 @@ class TextFiles(TextBuilder):
 class WikiText(TextFiles):
     """Word-level WikiText (Merity et al. 2016): each split is one document."""
 
-    def split_documents(self) -> dict[str, Iterator[tuple[str, bytes]]]:
+    def split_documents(self) -> dict[str, Iterator[tuple[bytes, bytes]]]:
         """One document for each of WikiText's files."""
         return text_files.wikitext_documents(self.root())
 
@@ -128,28 +130,72 @@ class Documents:
     fingerprint: str
     # Approximate size, for the progress bar; 0 if TFDS does not know it.
     num_bytes: int
-    source: Sequence[dict[str, Any]]
+    # Examples {feature: value}. They are read from the disk when they are indexed.
+    source: Sequence[Any]
     feature: str
+    # The folder of the prepared dataset.
+    folder: Path
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __iter__(self) -> Iterator[bytes]:
+        """Raises DataError for a document that is damaged."""
         for index in range(len(self.source)):
-            yield self.source[index][self.feature]
+            with damage_named(self.folder):
+                document = self.source[index][self.feature]
+                if document is None:
+                    raise ValueError(f"document {index} is missing")
+            yield document
 
 
 def data_dir(config: Data) -> Path:
-    """The folder of prepared datasets and token streams."""
-    default = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    return Path(config.data_dir or default).expanduser()
+    """The folder of prepared datasets and token streams.
+
+    Raises ConfigError if it cannot be a folder on this machine.
+    """
+    if config.data_dir:
+        return local_path("data.data_dir", config.data_dir)
+    if given := os.environ.get("TFDS_DATA_DIR"):
+        return local_path("TFDS_DATA_DIR", given)
+    return local_path("data.data_dir", "~/tensorflow_datasets")
+
+
+def recorded_data(config: Data, fingerprint: str) -> Data:
+    """A configuration for the dataset of a split's fingerprint, which may have lost its text.
+
+    It is `config` itself, unless no text is at `data.path` any more: then it names the dataset that
+    was prepared from the text. Raises DataError if that is missing too, and before any preparation
+    if another text is at `data.path`.
+    """
+    if config.dataset not in _FROM_PATH:
+        return config
+    path = local_path("data.path", config.path)
+    recorded = json.loads(fingerprint)["dataset"]
+    builder, digest, version = recorded.split("/")
+    if path.exists():
+        if _FROM_PATH[config.dataset].fingerprint(path) != digest:
+            raise DataError(
+                f"it was trained on another text than data.path={config.path!r} now gives: restore "
+                "the training text"
+            )
+        return config
+    folder = data_dir(config) / recorded
+    if not folder.is_dir():
+        raise DataError(
+            f"data.path={config.path!r} does not exist, and its text is not prepared as "
+            f"{str(folder)!r} either: restore one of them"
+        )
+    return dataclasses.replace(config, dataset=f"{builder}/{digest}:{version}", path="")
 
 
 def open_documents(config: Data, split: str) -> Documents:
     """The documents of the split "train", "validation" or "test".
 
-    Prepares `sotu` and the user's own text at first use. Raises DataError for any other dataset
-    that is not prepared, and for a split or a feature that the dataset lacks.
+    Prepares `sotu` and the user's own text at first use.
+
+    Raises DataError for any other dataset that is not prepared, for one that is damaged, and for a
+    split or a feature that the dataset lacks.
     """
     builder = _open_builder(config)
     info = builder.info
@@ -169,8 +215,10 @@ def open_documents(config: Data, split: str) -> Documents:
             f"data.text_feature={feature!r} is no text feature of data.dataset="
             f"{config.dataset!r}, which has the features {', '.join(features)}"
         )
+    folder = Path(builder.data_dir)
     try:
-        source = builder.as_data_source(split_name)
+        with damage_named(folder):
+            source = builder.as_data_source(split_name)
     except NotImplementedError:
         raise DataError(
             f"data.dataset={config.dataset!r} is stored as {info.file_format.value}, which has "
@@ -184,7 +232,7 @@ def open_documents(config: Data, split: str) -> Documents:
         "documents": list(split_info.shard_lengths),
     }
     fingerprint = json.dumps(identity, sort_keys=True)
-    return Documents(fingerprint, int(split_info.num_bytes), source, feature)
+    return Documents(fingerprint, int(split_info.num_bytes), source, feature, folder)
 
 
 def _open_builder(config: Data) -> tfds.core.DatasetBuilder:
@@ -193,8 +241,8 @@ def _open_builder(config: Data) -> tfds.core.DatasetBuilder:
         installed = _INSTALLED[config.dataset]
         return _open_or_prepare(root / installed.name / str(installed.VERSION), installed)
     if config.dataset in _FROM_PATH:
+        path = local_path("data.path", config.path)
         builder_class = _FROM_PATH[config.dataset]
-        path = Path(config.path).expanduser()
         builder_config = TextFilesConfig(name=builder_class.fingerprint(path), path=str(path))
         return _open_or_prepare(
             root / builder_class.name / builder_config.name / str(builder_class.VERSION),
@@ -202,7 +250,11 @@ def _open_builder(config: Data) -> tfds.core.DatasetBuilder:
         )
     try:
         return read_only_builder.builder_from_files(config.dataset, data_dir=str(root))
-    except (tfds.core.DatasetNotFoundError, ValueError) as error:
+    except Exception as error:
+        folder = root / re.split("[/:]", config.dataset)[0]
+        if folder.is_dir() and not isinstance(error, tfds.core.DatasetNotFoundError):
+            with damage_named(folder):
+                raise
         raise DataError(
             f"data.dataset={config.dataset!r} is not prepared under {str(root)!r}: run "
             f"tfds build {config.dataset} --data_dir={root} --file_format=array_record, or give "
@@ -227,9 +279,12 @@ def _open_or_prepare(
                 tfds.disable_progress_bar()
             builder = make_builder(data_dir=root)
             builder.download_and_prepare(file_format="array_record")
+            write_checksums(Path(builder.data_dir))
             for path in Path(builder.data_dir).iterdir():
                 path.rename(staging / path.name)
-    return tfds.builder_from_directory(final)
+    with damage_named(final):
+        check_files(final)
+        return tfds.builder_from_directory(final)
 
 
 @contextlib.contextmanager

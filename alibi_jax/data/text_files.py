@@ -1,14 +1,17 @@
 """A folder of text: which files are documents, what they hold, and the split of each document."""
 
 import hashlib
+import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from alibi_jax.data.errors import DataError
+from alibi_jax.data.folders import files_under
+from alibi_jax.data.split_names import splits_by_name
 
 SPLITS = ("train", "validation", "test")
-# WikiText's file names, in the order of SPLITS.
-_WIKITEXT = ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens")
+# The names that WikiText's files have in its archives and in copies of them, without the split.
+_WIKITEXT = ("wiki.{}.tokens", "wiki.{}.raw", "{}.txt")
 # With fewer documents, assigning whole documents would leave a split empty.
 _MIN_WHOLE_DOCUMENTS = 20
 # A document is stored as one serialized protocol buffer, whose limit is 2 GiB.
@@ -23,65 +26,69 @@ def split_of(number: int) -> str:
 def list_documents(root: Path) -> list[Path]:
     """The files with text under `root` (or `root` itself), sorted by relative name.
 
-    Hidden files and empty files are not documents. Raises DataError for a missing path, for a
-    path without any text, and for a file too large for one document.
+    Hidden files and empty files are not documents. Symbolic links are followed, and a file that has
+    several names by links is one document. Raises DataError for a missing path, for a link to
+    nothing, for a path without any text, and for a file too large for one document.
+    """
+    once: dict[str, Path] = {}
+    for path, real in _names_of_documents(root).items():
+        once.setdefault(real, path)
+    return sorted(once.values(), key=lambda path: _relative_name(path, root))
+
+
+def _names_of_documents(root: Path) -> dict[Path, str]:
+    """The real path of each document by each of its names; names by links come last.
+
+    Raises DataError as `list_documents` does.
     """
     if not root.exists():
         raise DataError(f"data.path={str(root)!r} does not exist: give a text file or a folder")
-    if root.is_file():
-        files = [root]
-    else:
-        files = sorted(
-            (
-                path
-                for path in root.rglob("*")
-                if path.is_file() and not _is_hidden(path.relative_to(root))
-            ),
-            key=lambda path: path.relative_to(root).as_posix(),
-        )
-    documents = [path for path in files if path.stat().st_size]
-    if not documents:
+    names = {root: os.path.realpath(root)} if root.is_file() else files_under(root)
+    sizes = {path: path.stat().st_size for path in names}
+    if not any(sizes.values()):
         raise DataError(f"data.path={str(root)!r} holds no text: give files that are not empty")
-    for path in documents:
-        if path.stat().st_size > _MAX_DOCUMENT_BYTES:
+    for path, size in sizes.items():
+        if size > _MAX_DOCUMENT_BYTES:
             raise DataError(
-                f"data.path: {str(path)!r} has {path.stat().st_size} bytes, more than the "
-                f"{_MAX_DOCUMENT_BYTES} of one document: split it into several files"
+                f"data.path: {str(path)!r} has {size} bytes, more than the {_MAX_DOCUMENT_BYTES} "
+                "of one document: split it into several files"
             )
-    return documents
+    return {path: real for path, real in names.items() if sizes[path]}
 
 
 def fingerprint(*roots: Path) -> str:
-    """A digest of the relative names and the bytes of all documents."""
+    """A digest of the relative names and the bytes of all documents, and of how they are split."""
     digest = hashlib.sha256()
     for root in roots:
         for path in list_documents(root):
             data = path.read_bytes()
-            digest.update(f"{_relative_name(path, root)}\0{len(data)}\0".encode())
+            digest.update(_relative_name(path, root) + f"\0{len(data)}\0".encode())
             digest.update(data)
+        if root.is_dir() and named_splits(root):
+            # Earlier versions gave the documents of this folder to other splits.
+            digest.update(b"splits by name")
     return digest.hexdigest()[:24]
 
 
-def split_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
+def split_documents(root: Path) -> dict[str, Iterator[tuple[bytes, bytes]]]:
     """The documents of each split as (name, text), read during iteration.
 
     If `root` has the folders `train/` and `validation/` (`test/` may be missing), they are the
-    splits. Otherwise, if there are 20 or more documents, each goes to one split as a whole; if
-    there are fewer, each is cut in three. Raises DataError, also during iteration, for a file that
-    is not UTF-8 text and for a split that holds nothing.
+    splits. Otherwise the names of files and folders may give the splits, as `splits_by_name` says.
+    Otherwise, if there are 20 or more documents, each goes to one split as a whole; if there are
+    fewer, each is cut in three. Raises DataError, also during iteration, for a file that is not
+    UTF-8 text, for a split that holds nothing, and for a file that is in the training split and in
+    another one.
     """
-    folders = {split: root / split for split in SPLITS if (root / split).is_dir()}
-    if "train" in folders:
-        if "validation" not in folders:
-            # If train/ and test/ were read as ordinary folders, test text would be trained on.
-            raise DataError(
-                f"data.path={str(root)!r} has train/ but no validation/: add validation/ (it may "
-                "be there under another name), or rename train/"
-            )
+    if folders := _split_folders(root):
+        splits = {split: list_documents(folder) for split, folder in folders.items()}
+        _check_held_out(splits)
         return {
-            split: _read_documents(list_documents(folder), folder)
-            for split, folder in folders.items()
+            split: _read_documents(documents, folders[split]) for split, documents in splits.items()
         }
+    if splits := named_splits(root):
+        _check_held_out(splits)
+        return {split: _read_documents(documents, root) for split, documents in splits.items()}
     documents = list_documents(root)
     if len(documents) < _MIN_WHOLE_DOCUMENTS:
         return {split: _cut_documents(documents, root, split) for split in SPLITS}
@@ -93,28 +100,73 @@ def split_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
     }
 
 
+def named_splits(root: Path) -> dict[str, list[Path]]:
+    """The documents of each split if names other than `train/` and `validation/` give the splits.
+
+    Raises DataError as `splits_by_name` does, and for a folder `train/` without held-out text.
+    """
+    if root.is_file() or _split_folders(root):
+        return {}
+    names = _names_of_documents(root)
+    ordered = sorted(names, key=lambda path: _relative_name(path, root))
+    relative = {PurePosixPath(path.relative_to(root)): path for path in ordered}
+    splits = splits_by_name(root, relative)
+    if not splits and (root / "train").is_dir():
+        # If train/ and the rest were read as ordinary folders, test text could be trained on.
+        raise DataError(
+            f"data.path={str(root)!r} has train/ but no validation/: add validation/ (it may "
+            "be there under another name), or rename train/"
+        )
+    return {
+        split: list({names[path]: path for path in (relative[name] for name in named)}.values())
+        for split, named in splits.items()
+    }
+
+
+def _split_folders(root: Path) -> dict[str, Path]:
+    """The folders of the splits if there are at least `train/` and `validation/`; else nothing."""
+    folders = {split: root / split for split in SPLITS if (root / split).is_dir()}
+    return folders if {"train", "validation"} <= folders.keys() else {}
+
+
+def _check_held_out(splits: dict[str, list[Path]]) -> None:
+    """Raises DataError if a document of another split is also one of the training split."""
+    identity = {path: os.stat(path)[1:3] for documents in splits.values() for path in documents}
+    training = {identity[path]: path for path in splits["train"]}
+    for split, documents in splits.items():
+        for path in documents:
+            if split != "train" and identity[path] in training:
+                raise DataError(
+                    f"data.path: {str(path)!r} of the {split} split is the same file as "
+                    f"{str(training[identity[path]])!r} of the train split: remove one of them"
+                )
+
+
 def wikitext_files(root: Path) -> dict[str, Path]:
-    """The existing file of each split of WikiText.
+    """The existing file of each split of WikiText, by the first naming that has a training file.
 
     The test file may be missing. Raises DataError for another missing file.
     """
-    files = {split: root / name for split, name in zip(SPLITS, _WIKITEXT)}
+    splits = dict(zip(SPLITS, ("train", "valid", "test")))
+    naming = next((name for name in _WIKITEXT if (root / name.format("train")).is_file()), None)
+    files = {s: root / (naming or _WIKITEXT[0]).format(word) for s, word in splits.items()}
     for path in (files["train"], files["validation"]):
         if not path.is_file():
+            others = "" if naming else " (nor wiki.train.raw or train.txt)"
             raise DataError(
-                f"data.path={str(root)!r} has no {path.name}: give the folder of WikiText-2 or "
-                "WikiText-103 (Merity et al. 2016), unpacked from the word-level archive, not "
-                "the raw one"
+                f"data.path={str(root)!r} has no {path.name}{others}: give the unpacked folder of "
+                "WikiText-2 or WikiText-103 (Merity et al. 2016), which holds wiki.train.tokens "
+                "and wiki.valid.tokens"
             )
     return {split: path for split, path in files.items() if path.is_file()}
 
 
-def wikitext_documents(root: Path) -> dict[str, Iterator[tuple[str, bytes]]]:
+def wikitext_documents(root: Path) -> dict[str, Iterator[tuple[bytes, bytes]]]:
     """Each split of WikiText as one document. Raises DataError as `split_documents` does."""
-    return {
-        split: _read_documents(list_documents(path), path)
-        for split, path in wikitext_files(root).items()
-    }
+    files = wikitext_files(root)
+    splits = {split: list_documents(path) for split, path in files.items()}
+    _check_held_out(splits)
+    return {split: _read_documents(documents, files[split]) for split, documents in splits.items()}
 
 
 def split_point(text: bytes, low: int, high: int) -> int:
@@ -142,7 +194,7 @@ def check_text(text: bytes, name: str) -> None:
         ) from None
 
 
-def _read_documents(documents: list[Path], root: Path) -> Iterator[tuple[str, bytes]]:
+def _read_documents(documents: list[Path], root: Path) -> Iterator[tuple[bytes, bytes]]:
     for path in documents:
         text = path.read_bytes()
         check_text(text, f"data.path: {str(path)!r}")
@@ -155,7 +207,7 @@ def _read_documents(documents: list[Path], root: Path) -> Iterator[tuple[str, by
         yield _relative_name(path, root), text
 
 
-def _cut_documents(documents: list[Path], root: Path, split: str) -> Iterator[tuple[str, bytes]]:
+def _cut_documents(documents: list[Path], root: Path, split: str) -> Iterator[tuple[bytes, bytes]]:
     """The part of each document for one split: the first 90 %, the next 5 % or the last 5 %.
 
     A cut moves back to a line end if there is one in the 5 % before it.
@@ -176,9 +228,6 @@ def _cut_documents(documents: list[Path], root: Path, split: str) -> Iterator[tu
         )
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _relative_name(path: Path, root: Path) -> str:
-    return path.name if path == root else path.relative_to(root).as_posix()
+def _relative_name(path: Path, root: Path) -> bytes:
+    """The name under `root` as the file system has it, which need not be UTF-8."""
+    return os.fsencode(path.name if path == root else path.relative_to(root).as_posix())
