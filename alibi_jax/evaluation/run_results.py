@@ -76,7 +76,8 @@ def evaluate_run(
         "split": options.split,
         "config": run.metadata.config,
         "trained_by": run.metadata.provenance,
-        "corpus": {"dataset": run.config.data.dataset, "split": options.split} | text.summary(),
+        "corpus": {"dataset": run.metadata.config["data"]["dataset"], "split": options.split}
+        | text.summary(),
         "rows": rows,
         "position_nll": curves,
         "early_token": early_token_costs(rows),

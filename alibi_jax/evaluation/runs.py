@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from alibi_jax.checkpoints import Checkpoints, Metadata
-from alibi_jax.config import Config, Mesh, from_dict
+from alibi_jax.config import FROM_PATH, Config, Data, Mesh, from_dict, local_path
 from alibi_jax.data import tokenizers
+from alibi_jax.data.errors import DataError
 from alibi_jax.distributed import sharding
 from alibi_jax.model import abstract_model, check_model_fits
 
@@ -34,13 +35,14 @@ class Run:
 def find_workdirs(patterns: list[str]) -> list[pathlib.Path]:
     """Finds the folders for the given names and patterns (such as runs/*), each folder once.
 
-    A pattern stands for all folders that match it and hold checkpoints. Raises ValueError where no
-    folder matches a pattern and holds checkpoints, or where `patterns` is empty.
+    A pattern stands for all folders that match it and hold checkpoints; a leading `~` is the home
+    folder. Raises ValueError where no folder matches a pattern and holds checkpoints, where
+    `patterns` is empty, and for an address instead of a folder.
     """
     if not patterns:
         raise ValueError("--workdir is missing: name the folder that train.py wrote")
     found: list[pathlib.Path] = []
-    for pattern in patterns:
+    for pattern in (str(local_path("--workdir", given)) for given in patterns):
         if not glob.has_magic(pattern) or pathlib.Path(pattern).exists():
             found.append(pathlib.Path(pattern))
             continue
@@ -55,15 +57,24 @@ def find_workdirs(patterns: list[str]) -> list[pathlib.Path]:
     return list({os.path.abspath(path): path for path in reversed(found)}.values())[::-1]
 
 
-def load_run(workdir: pathlib.Path, step: int | None = None, mesh: Mesh | None = None) -> Run:
+def load_run(
+    workdir: pathlib.Path,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    *,
+    data_path: str | None = None,
+    data_dir: str | None = None,
+) -> Run:
     """Loads the parameters of a checkpoint (default: the latest) and no other state.
 
-    By default each device holds all parameters and scores its share of the windows.
+    By default each device holds all parameters and scores its share of the windows. `data_path` and
+    `data_dir` replace the run's own `data.path` and `data.data_dir`. Text that is no longer at
+    `data.path` is not needed where it is prepared.
 
     Raises:
         CheckpointError: where the checkpoint does not exist or does not fit its configuration.
         ConfigError: where the model does not divide evenly over the mesh.
-        ValueError: where the training text has changed since training.
+        ValueError: where the training text is missing or has changed since training.
     """
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.check_step(step)
@@ -74,14 +85,42 @@ def load_run(workdir: pathlib.Path, step: int | None = None, mesh: Mesh | None =
         check_model_fits(config.model, device_mesh)
         graphdef, abstract = abstract_model(config, metadata.vocab_size, device_mesh)
         params = checkpoints.restore(step, params=abstract)["params"]
-    # Imported here: TFDS takes a second, which --help and a wrong flag need not wait for.
-    from alibi_jax.data.builders import open_documents
-
-    # A changed folder of text may have moved documents from one split to another.
-    if open_documents(config.data, "train").fingerprint != metadata.text:
-        raise ValueError(
-            f"{workdir} was trained on another text than data.dataset="
-            f"{config.data.dataset!r} now gives: restore the training text"
-        )
+    config.data = _recorded_data(workdir, config.data, metadata.text, data_path, data_dir)
     saved_ns = (workdir / "checkpoints" / str(step)).stat().st_mtime_ns
     return Run(workdir, metadata, config, tokenizer, graphdef, params, device_mesh, saved_ns)
+
+
+def _recorded_data(
+    workdir: pathlib.Path, data: Data, text: str, data_path: str | None, data_dir: str | None
+) -> Data:
+    """Where the training text with the fingerprint `text` is now. Raises ValueError as `load_run`.
+
+    A changed folder of text may have moved documents from one split to another, so it is refused.
+    """
+    # Imported here: TFDS takes a second, which --help and a wrong flag need not wait for.
+    from alibi_jax.data.builders import open_documents, recorded_data
+
+    if data_path is not None and data.dataset not in FROM_PATH:
+        raise ValueError(
+            f"--data_path={data_path}: {workdir} was trained on data.dataset={data.dataset!r}, "
+            "which has no path: leave --data_path out"
+        )
+    if data_dir is not None:
+        data.data_dir = str(local_path("--data_dir", data_dir))
+    if data_path is not None:
+        data.path = str(local_path("--data_path", data_path))
+        if not pathlib.Path(data.path).exists():
+            raise ValueError(f"--data_path={data_path} does not exist: name the training text")
+    try:
+        data = recorded_data(data, text)
+        found = open_documents(data, "train").fingerprint
+    except (DataError, OSError) as error:
+        raise ValueError(
+            f"{workdir}: {error}, or name another place by --data_path or --data_dir"
+        ) from error
+    if found != text:
+        raise ValueError(
+            f"{workdir} was trained on another text than data.dataset={data.dataset!r} now gives: "
+            "restore the training text"
+        )
+    return data
