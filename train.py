@@ -11,7 +11,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from alibi_jax import cli
-from alibi_jax.config import ConfigError
+from alibi_jax.config import ConfigError, local_path
 from alibi_jax.distributed import processes
 
 _CONFIG = cli.define_config(pathlib.Path(__file__).parent / "configs" / "tiny.py")
@@ -38,16 +38,17 @@ def main() -> int:
     """Trains or plans the run that the flags describe."""
     config = _CONFIG.value
     config.check()
-    if _PLAN.value and _PROFILE.value:
+    if _PLAN.value is not None and _PROFILE.value:
         raise ConfigError(f"--profile={_PROFILE.value} with --plan: a plan runs no step to trace")
-    if _PLAN.value and _STEP.value is not None:
+    if _PLAN.value is not None and _STEP.value is not None:
         raise ConfigError(f"--step={_STEP.value} with --plan: a plan reads no checkpoint")
-    if _PLAN.value:
+    if _PLAN.value is not None:
         from alibi_jax.plan import plan
 
         return plan(config, _PLAN.value)
     name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"])).stem
-    workdir = cli.folder("workdir", _WORKDIR.value or f"runs/{name}")
+    given = _WORKDIR.value
+    workdir = local_path("--workdir", f"runs/{name}" if given is None else given)
     cli.start_devices(
         config.train.batch_size // config.train.accumulation,
         tuple(dataclasses.asdict(config.mesh).values()),

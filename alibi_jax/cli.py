@@ -6,14 +6,15 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from alibi_jax.config import Config, ConfigError, check_key, fields_of
+from alibi_jax.config import Config, ConfigError, check_key, fields_of, local_path
+from alibi_jax.console import secure_streams
 from alibi_jax.distributed import processes, sharding
 
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
@@ -32,6 +33,10 @@ _CACHE = flags.DEFINE_string(
 _JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds within which all processes must start."
 )
+_CONFIG_HELP = (
+    "Configuration file: a Python file with get_config(). --config.SECTION.KEY=VALUE changes one "
+    "of its values; alibi_jax/config/parts.py lists all keys."
+)
 
 # The errors of a full disk, of a full quota, and of a limit on the size of files.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -43,6 +48,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     An error prints one line on standard error and gives exit code 1; Ctrl-C gives 130. `--help`
     lists the flags of this module along with those of the program.
     """
+    secure_streams()
     for flag in flags.FLAGS.get_key_flags_for_module(__name__):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     app.run(lambda _: _guarded(main), flags_parser=_parse)
@@ -52,25 +58,24 @@ def run(main: Callable[[], int]) -> NoReturn:
 def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
     """Defines the flags --config=FILE and --config.a.b=VALUE.
 
-    Keys and the file are checked before the flag library sees them, since its own errors are
+    Keys and files are checked before the flag library sees them, since its own errors are
     tracebacks. Without --config the library reads `default` while it defines the flag.
     """
+    secure_streams()
     try:
+        # The library reads the files of --flagfile too, so their lines are checked as well.
+        sys.argv[:] = flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False)
         for argument in sys.argv[1:]:
-            if argument.startswith(("--config.", "-config.")):
-                check_key(argument.partition("config.")[2].partition("=")[0])
-        named = _named_config(sys.argv)
-        if named is not None:
-            _read_config(named)
+            if key := re.match(r"--?(?:no)?config\.([^=]*)", argument):
+                check_key(key[1])
+        for index, prefix, name in list(_named_configs(sys.argv)):
+            # The library does not know that ~ is the home folder.
+            sys.argv[index] = prefix + _read_config(name)
+        holder = config_flags.DEFINE_config_file("config", str(default), _CONFIG_HELP)
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
         _fail(" ".join(str(error).split()))
-    help_text = (
-        "Configuration file: a Python file with get_config(). --config.SECTION.KEY=VALUE "
-        "changes one of its values; alibi_jax/config/parts.py lists all keys."
-    )
-    holder = config_flags.DEFINE_config_file("config", str(default), help_text)
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])
     return holder
 
@@ -85,32 +90,31 @@ def start_devices(batch_size: int = 0, sizes: Sequence[int] = (-1,)) -> None:
     processes.join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value)
 
 
-def folder(flag: str, name: str) -> pathlib.Path:
-    """The folder that a flag names. Raises ConfigError for the address of a bucket."""
-    if "://" in name:
-        raise ConfigError(
-            f"--{flag}={name} is an address, not a folder: mount the bucket on all machines, and "
-            "give the folder where it is mounted"
-        )
-    return pathlib.Path(name)
+def _named_configs(argv: list[str]) -> Iterator[tuple[int, str, str]]:
+    """For each --config, the index of the argument with the file's name, and its two parts.
 
-
-def _named_config(argv: list[str]) -> str | None:
+    The parts are the text before the name and the name, which is empty if it is missing.
+    """
     for index, argument in enumerate(argv):
-        name, equals, value = argument.partition("=")
-        if name in ("--config", "-config"):
-            return value if equals else "".join(argv[index + 1 : index + 2])
-    return None
+        if argument.startswith(("--config=", "-config=")):
+            prefix, equals, name = argument.partition("=")
+            yield index, prefix + equals, name
+        elif argument in ("--config", "-config"):
+            yield index + 1, "", "".join(argv[index + 1 : index + 2])
 
 
-def _read_config(name: str) -> None:
-    """Raises ConfigError that names the file unless its get_config() returns a Config."""
+def _read_config(name: str) -> str:
+    """The name of a configuration file, with the home folder in place of `~`.
+
+    Raises ConfigError that names the file unless its get_config() returns a Config.
+    """
     # The text after a colon is an argument for get_config.
-    path, *arguments = name.split(":", 1)
-    if not pathlib.Path(path).is_file():
+    given, *arguments = name.split(":", 1)
+    path = local_path("--config", given)
+    if not path.is_file():
         raise ConfigError(f"--config={name}: no such file; name a Python file with get_config()")
     try:
-        get_config = runpy.run_path(path).get("get_config")
+        get_config = runpy.run_path(str(path)).get("get_config")
         config = get_config(*arguments) if get_config is not None else None
     except Exception as error:
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
@@ -122,6 +126,7 @@ def _read_config(name: str) -> None:
             f"--config={name}: get_config() returned {type(config).__name__}: return an "
             "alibi_jax.config.Config"
         )
+    return ":".join([str(path), *arguments])
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -155,8 +160,8 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
             lambda record: "orbax" not in pathlib.Path(record.pathname).parts
         )
     try:
-        if _CACHE.value:
-            _keep_programs(folder("compilation_cache", _CACHE.value))
+        if _CACHE.value is not None:
+            _keep_programs(local_path("--compilation_cache", _CACHE.value))
         code = main()
     except KeyboardInterrupt:
         _fail("interrupted", 130)

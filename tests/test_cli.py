@@ -146,6 +146,13 @@ def results(folder):
         ("--config.model.dropout=nan", ["model.dropout=nan", "at least 0"]),
         ("--config=missing.py", ["--config=missing.py", "no such file"]),
         ("--config=", ["--config=", "no such file"]),
+        ("--config=~nobody-here/c.py", ["--config=~nobody-here/c.py", "no such home folder"]),
+        ("--noconfig.x", ["config.x", "no such key", "known: data"]),
+        ("-noconfig.model.tied_embedings=1", ["model.tied_embedings", "'tied_embeddings'?"]),
+        ("--noconfig.model.width", ["'noconfig.model.width'", "Did you mean: config.model.width"]),
+        ("--flagfile=missing", ["missing", "No such file"]),
+        ("--workdir=", ["--workdir=", "give a path"]),
+        ("--plan=", ["--plan=", "v5e:16x16"]),
         ("leftover", ["'leftover'", "--NAME=VALUE"]),
         ("--compilation_cache=gs://x", ["--compilation_cache=gs://x", "mount the bucket"]),
         (f"--compilation_cache={__file__}", ["test_cli.py is a file: give a folder"]),
@@ -160,6 +167,73 @@ def test_a_config_file_that_is_named_changes_nothing_of_that(given, inputs, tmp_
     name = given[0].partition("=")[0].removeprefix("--config.")
     config = f"--config={inputs / 'config.py'}"
     refuses("train.py", "--workdir=run", config, *given, cwd=tmp_path, says=[name])
+
+
+def test_every_named_config_file_is_checked(inputs, tmp_path):
+    config = f"--config={inputs / 'config.py'}"
+    refuses("train.py", config, "--config=gone.py", cwd=tmp_path, says=["--config=gone.py", "file"])
+    (tmp_path / "flags").write_text("--config.modle.width=3\n")
+    refuses("train.py", config, "--flagfile=flags", cwd=tmp_path, says=["modle", "'model'?"])
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(inputs, tmp_path):
+    home, here = tmp_path / "home", tmp_path / "here"
+    here.mkdir()
+    home.mkdir()
+    (home / "text.txt").write_text((inputs / "text.txt").read_text())
+    (home / "c.py").write_text((inputs / "config.py").read_text())
+    arguments = (
+        "--config=~/c.py",
+        "--workdir=~/run",
+        "--config.data.path=~/text.txt",
+        "--config.data.data_dir=~/data",
+        "--compilation_cache=~/cache",
+    )
+    code, out, lines = run("train.py", *arguments, cwd=here, HOME=str(home))
+    assert (code, lines) == (0, [])
+    assert f"eval.py --workdir={home / 'run'}" in out
+    arguments = (
+        "--workdir=~/ru*",
+        "--out=~/out",
+        "--judge=~/run",
+        "--data_path=~/text.txt",
+        "--data_dir=~/data",
+        "--lengths=1x,2x",
+        "--attention=",
+        "--targets=32",
+        "--passage=8",
+    )
+    code, _, lines = run("eval.py", *arguments, cwd=here, HOME=str(home))
+    assert (code, lines) == (0, [])
+    made = {path.name for path in home.iterdir()}
+    assert {"run", "data", "cache", "out"} <= made
+    assert not list(here.iterdir())
+
+
+def test_work_is_not_lost_where_nothing_can_be_printed(inputs, tmp_path):
+    train = f'exec "{sys.executable}" {ROOT / "train.py"} --config={inputs / "config.py"}'
+    # Nobody reads standard output, and standard error is closed.
+    command = f"{train} --workdir=run > >(exec >&-) 2>&-"
+    assert subprocess.run(["bash", "-c", command], cwd=tmp_path).returncode == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+    assert (tmp_path / "run" / "checkpoints" / "4").is_dir()
+    command = f"{train} --config.model.widht=3 2>&-"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_results_are_printed_in_ascii_where_nothing_else_can_be(trained, tmp_path):
+    quick = "--lengths=1x,2x", "--protocols=nonoverlapping,fixed", "--targets=32", "--passage=8"
+    arguments = (f"--workdir={trained('alibi')}", "--attention=", "--out=out", *quick)
+    code, out, lines = run("eval.py", *arguments, cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert (code, lines) == (0, [])
+    assert out.isascii()
+    (only,) = results(tmp_path / "out")["runs"]
+    (gain,) = (entry["gain"] for entry in only["decomposition"]["lengths"] if entry["length"] == 64)
+    # A true minus sign is printed as a hyphen.
+    assert f"[{gain['low']:.4f}, {gain['high']:.4f}]" in out
+    assert min(gain["low"], gain["high"]) < 0
+    assert "wrote out/report.html" in out
 
 
 IMPORT = "from alibi_jax.config import Config, Model\n"

@@ -17,6 +17,7 @@ ROOMS = (
     "embeddings",
     "attention",
     "progress",
+    "console",
     "config",
     "distributed",
     "positions",

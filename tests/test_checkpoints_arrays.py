@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import mesh_of
 
-from alibi_jax.checkpoints.checksums import _checksum, described, shapes_of
+from alibi_jax.checkpoints.arrays import _checksum, described, shapes_of
 from alibi_jax.distributed.sharding import named_sharding
 
 
