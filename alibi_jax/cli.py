@@ -1,6 +1,5 @@
 """What train.py and eval.py share: flags, joining other processes, errors in one line."""
 
-import errno
 import pathlib
 import re
 import runpy
@@ -15,6 +14,7 @@ from ml_collections import config_flags
 
 from alibi_jax.config import Config, ConfigError, check_key, fields_of, local_path
 from alibi_jax.console import secure_streams
+from alibi_jax.data.atomic import NO_ROOM
 from alibi_jax.distributed import processes, sharding
 
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")
@@ -37,9 +37,6 @@ _CONFIG_HELP = (
     "Configuration file: a Python file with get_config(). --config.SECTION.KEY=VALUE changes one "
     "of its values; alibi_jax/config/parts.py lists all keys."
 )
-
-# The errors of a full disk, of a full quota, and of a limit on the size of files.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run(main: Callable[[], int]) -> NoReturn:
@@ -169,7 +166,7 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         if _DEBUG.value:
             traceback.print_exc()
         message = " ".join(str(error).split()) or "no message"
-        if getattr(error, "errno", None) in _NO_ROOM:
+        if getattr(error, "errno", None) in NO_ROOM:
             message += ": make room there, and give the same command again"
         known = isinstance(error, ValueError | OSError | FloatingPointError)
         kind = "" if known else f"{type(error).__name__}: "

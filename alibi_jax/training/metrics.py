@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import pathlib
 import socket
 import struct
@@ -14,6 +13,8 @@ import jax
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
+
+from alibi_jax.data.atomic import atomic_file, remove_abandoned
 
 
 class MetricsWriter:
@@ -43,9 +44,9 @@ class MetricsWriter:
                 f"{path} ends at step {last_kept}, and the run resumes after step {resume_step}: "
                 f"the metrics of the steps up to {last_logged} are lost"
             )
-        new_path = path.with_suffix(".jsonl.new")
-        new_path.write_text("".join(map(_as_line, kept_lines)))
-        os.replace(new_path, path)
+        remove_abandoned(workdir)
+        with atomic_file(path) as new_path:
+            new_path.write_text("".join(map(_as_line, kept_lines)))
         self._lines = _AppendedFile(path)
         self._board = _TensorBoardFile(workdir / "tensorboard", resume_step)
 
