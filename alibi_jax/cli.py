@@ -33,6 +33,7 @@ _CACHE = flags.DEFINE_string(
 _JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds within which all processes must start."
 )
+_CONFIG_KEY = re.compile(r"--?(?:no)?config\.([^=]*)")
 _CONFIG_HELP = (
     "Configuration file: a Python file with get_config(). --config.SECTION.KEY=VALUE changes one "
     "of its values; alibi_jax/config/parts.py lists all keys."
@@ -63,16 +64,18 @@ def define_config(default: pathlib.Path) -> flags.FlagHolder[Config]:
         # The library reads the files of --flagfile too, so their lines are checked as well.
         sys.argv[:] = flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False)
         for argument in sys.argv[1:]:
-            if key := re.match(r"--?(?:no)?config\.([^=]*)", argument):
+            if key := _CONFIG_KEY.match(argument):
                 check_key(key[1])
         for index, prefix, name in list(_named_configs(sys.argv)):
+            for argument in filter(_CONFIG_KEY.match, sys.argv[:index]):
+                raise ConfigError(f"{argument} is before --config={name}: give --config=FILE first")
             # The library does not know that ~ is the home folder.
             sys.argv[index] = prefix + _read_config(name)
         holder = config_flags.DEFINE_config_file("config", str(default), _CONFIG_HELP)
     except Exception as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        _fail(" ".join(str(error).split()))
+        _fail(_value_remedy(str(error)))
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])
     return holder
 
@@ -139,13 +142,17 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _value_remedy(message: str) -> str:
-    """The type to give, if a value of the configuration is wrong; else the library's message."""
-    value = re.match(r"flag --config\.(\w+)\.(\w+)=(.*?): ", message, re.DOTALL)
-    if value is None:
-        return " ".join(message.split())
-    part, name, given = value.groups()
-    wanted = fields_of(fields_of(Config)[part])[name]
-    return f"{part}.{name}={given!r}: give a value of type {getattr(wanted, '__name__', wanted)}"
+    """The type to give, if the value of a flag has a wrong one; else the library's message."""
+    value = re.match(r"flag --([\w.]+)=(.*?): ", message, re.DOTALL)
+    name, given = ("", "") if value is None else value.groups()
+    if name.startswith("config."):
+        _, part, key = name.split(".")
+        wanted = fields_of(fields_of(Config)[part])[key]
+        kind = getattr(wanted, "__name__", str(wanted))
+        return f"{part}.{key}={given!r}: give a value of type {kind}"
+    if name and (kind := flags.FLAGS[name].flag_type()) in ("int", "bool"):
+        return f"--{name}={given}: give a value of type {kind}"
+    return " ".join(message.removeprefix("ERROR:: ").split())
 
 
 def _guarded(main: Callable[[], int]) -> NoReturn:

@@ -150,7 +150,9 @@ def results(folder):
         ("--noconfig.x", ["config.x", "no such key", "known: data"]),
         ("-noconfig.model.tied_embedings=1", ["model.tied_embedings", "'tied_embeddings'?"]),
         ("--noconfig.model.width", ["'noconfig.model.width'", "Did you mean: config.model.width"]),
-        ("--flagfile=missing", ["missing", "No such file"]),
+        ("--flagfile=missing", ["error: Unable to open flagfile", "missing", "No such file"]),
+        ("--join_timeout=soon", ["--join_timeout=soon", "type int"]),
+        ("--debug=maybe", ["--debug=maybe", "type bool"]),
         ("--workdir=", ["--workdir=", "give a path"]),
         ("--plan=", ["--plan=", "v5e:16x16"]),
         ("leftover", ["'leftover'", "--NAME=VALUE"]),
@@ -172,6 +174,8 @@ def test_a_config_file_that_is_named_changes_nothing_of_that(given, inputs, tmp_
 def test_every_named_config_file_is_checked(inputs, tmp_path):
     config = f"--config={inputs / 'config.py'}"
     refuses("train.py", config, "--config=gone.py", cwd=tmp_path, says=["--config=gone.py", "file"])
+    says = ["--config.train.steps=3", "give --config=FILE first"]
+    refuses("train.py", "--config.train.steps=3", config, cwd=tmp_path, says=says)
     (tmp_path / "flags").write_text("--config.modle.width=3\n")
     refuses("train.py", config, "--flagfile=flags", cwd=tmp_path, says=["modle", "'model'?"])
 

@@ -1,4 +1,5 @@
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -225,6 +226,18 @@ def test_a_damaged_dataset_is_named_with_the_remedy(name, kind, tmp_path):
     assert "\n" not in str(caught.value)
     shutil.rmtree(folder)
     assert read(config, "train") == good
+
+
+@pytest.mark.parametrize("key", ["numBytes", "shardLengths"])
+def test_other_numbers_in_the_description_of_a_dataset_are_damage(key, tmp_path):
+    write(tmp_path, {"train/a": b"1", "validation/v": b"v"})
+    open_documents(own(tmp_path), "train")
+    (path,) = tmp_path.glob("data/text_files/*/1.0.0/dataset_info.json")
+    before = path.read_text()
+    path.write_text(re.sub(rf'("{key}":\s*\[?\s*)"\d+"', r'\1"7"', before))
+    assert path.read_text() != before
+    with pytest.raises(DataError, match=r"is damaged \(dataset_info\.json has other bytes"):
+        open_documents(own(tmp_path), "train")
 
 
 def test_a_dataset_without_checksums_is_read(tmp_path):
