@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from helpers import file_size_limit
 
 from alibi_jax.config import Data
 from alibi_jax.data import text_files
@@ -51,6 +52,18 @@ def test_sotu_has_the_documented_splits(tmp_path):
         assert abs(documents.num_bytes - sizes[split]) < sizes[split] / 100
     assert len({documents.fingerprint for documents in opened.values()}) == 3
     assert [path.name for path in (tmp_path / "sotu").iterdir()] == ["1.0.0"]
+
+
+def test_a_full_disk_is_named_and_the_same_call_goes_on(tmp_path):
+    config = Data(data_dir=str(tmp_path))
+    litter = tmp_path / "sotu" / ".1.0.0.4194304-0a1b2c3d.0"
+    litter.mkdir(parents=True)
+    said = r"/sotu/1\.0\.0: File too large while it was written: make room there"
+    with file_size_limit(500_000), pytest.raises(OSError, match=said):
+        open_documents(config, "train")
+    # What a killed program had left is gone too.
+    assert not list((tmp_path / "sotu").iterdir())
+    assert len(open_documents(config, "train")) == 225
 
 
 def test_sotu_of_another_text_is_refused(tmp_path, monkeypatch):

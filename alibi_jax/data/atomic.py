@@ -126,13 +126,15 @@ def _lock(path: Path, operation: int) -> Iterator[None]:
 def _full_disk_named(final: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        raise OSError(
-            f"{final}: {os.strerror(error.errno)} while it was written: make room there, and give "
-            "the same command again"
-        ) from error
+    except Exception as error:
+        # TFDS raises the error of the system as the text of another error.
+        for full in map(os.strerror, NO_ROOM):
+            if full in str(error):
+                raise OSError(
+                    f"{final}: {full} while it was written: make room there, and give the same "
+                    "command again"
+                ) from error
+        raise
 
 
 def _hidden_sibling(path: Path) -> Path:
