@@ -6,15 +6,18 @@ All functions are pure, take and return arrays, and work in any JAX model.
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Real
+
+from alibi_jax.angles import rotary_angles
 
 
 def sinusoidal(
-    positions: Int[Array, "... T"], width: int, *, layout: str = "interleaved"
+    positions: Real[Array, "... T"], width: int, *, layout: str = "interleaved"
 ) -> Float[Array, "... T {width}"]:
     """Sinusoidal embeddings of any positions; the first position of a text is 0.
 
-    Float32 `[..., T, width]`. `layout` sets the indices and the frequency f of feature pair k:
+    Float32 `[..., T, width]`, within 3e-6 of the formula at positions between −2^31 and 2^31.
+    `layout` sets the indices and the frequency f of feature pair k:
     - "interleaved": sin at 2k, cos at 2k+1; f = 10000^(−2k/width). Vaswani et al. 2017,
       section 3.5.
     - "halves": sin at k, cos at k + width/2; f = 10000^(−k/(width/2−1)). The code of
@@ -35,7 +38,6 @@ def sinusoidal(
             exponent_divisor, axis = max(half - 1, 1), -2
         case _:
             raise ValueError(f"layout={layout!r} must be 'interleaved' or 'halves'")
-    frequencies = jnp.asarray(10000.0 ** (-np.arange(half) / exponent_divisor), jnp.float32)
-    angles = jnp.asarray(positions, jnp.float32)[..., None] * frequencies
+    angles = rotary_angles(positions, 10000.0 ** (-np.arange(half) / exponent_divisor))
     sinusoids = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=axis)
     return sinusoids.reshape(*angles.shape[:-1], width)

@@ -51,14 +51,13 @@ def test_the_bias_is_zero_at_distance_zero_and_negative_elsewhere():
 
 
 @pytest.mark.parametrize(
-    ("first", "distance", "error"),
-    [(0, 4096, 5e-5), (100_000, 4096, 5e-5), (2**30, 4096, 5e-5), (0, 100_000, 1e-3)],
+    ("first", "distance"), [(0, 4096), (2**30, 4096), (0, 100_000), (0, 2**31 - 1)]
 )
-def test_c6_the_error_depends_on_the_distance_only(first, distance, error):
+def test_c6_the_error_is_small_at_any_position_and_distance(first, distance):
     keys = first + distance - np.linspace(0, distance, 200).astype(int)
     queries = np.array([first + distance])
     bias = sandwich_bias_at(jnp.ones(1), jnp.asarray(queries), jnp.asarray(keys))
-    np.testing.assert_allclose(bias, sandwich_oracle([1.0], queries, keys), rtol=0, atol=error)
+    np.testing.assert_allclose(bias, sandwich_oracle([1.0], queries, keys), rtol=0, atol=2e-5)
 
 
 def test_b11_no_array_of_all_angles_exists():

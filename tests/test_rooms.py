@@ -12,6 +12,7 @@ PACKAGE = ROOT / "alibi_jax"
 
 # From the mathematics to the programs; CONTRIBUTING.md has the same order with its reasons.
 ROOMS = (
+    "angles",
     "biases",
     "rotations",
     "embeddings",
@@ -35,7 +36,7 @@ ROOMS = (
     "cli",
 )
 # The rooms that other people's models import, and the packages that these rooms may import.
-CORE = ("biases", "rotations", "embeddings", "attention")
+CORE = ("angles", "biases", "rotations", "embeddings", "attention")
 CORE_IMPORTS = {"alibi_jax", "jax", "numpy", "jaxtyping"} | sys.stdlib_module_names
 
 

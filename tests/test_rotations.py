@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_jax.rotations import rotary, rotary_angles, rotary_frequencies
+from alibi_jax.rotations import (
+    interpolated_frequencies,
+    ntk_frequencies,
+    rotary,
+    rotary_angles,
+    rotary_frequencies,
+    truncated_frequencies,
+    yarn_frequencies,
+)
 
 quick = settings(max_examples=25, deadline=None)
 
@@ -15,11 +23,16 @@ compiled = jax.jit(rotary)
 
 def oracle(x, positions, base=10000.0, size=None):
     """Multiplies each pair, as a complex number, by e^(i·angle), in float64."""
-    x = np.array(x, np.float64)
     size = x.shape[-1] if size is None else size
-    half = size // 2
-    for k in range(half):
-        turn = np.exp(1j * np.asarray(positions, np.float64) / base ** (2 * k / size))
+    return oracle_of(x, positions, [base ** (-2 * k / size) for k in range(size // 2)])
+
+
+def oracle_of(x, positions, frequencies):
+    """The oracle for given frequencies."""
+    x = np.array(x, np.float64)
+    half = len(frequencies)
+    for k, frequency in enumerate(frequencies):
+        turn = np.exp(1j * np.asarray(positions, np.float64) * frequency)
         pair = (x[..., k] + 1j * x[..., k + half]) * turn[..., None]
         x[..., k], x[..., k + half] = pair.real, pair.imag
     return x
@@ -33,9 +46,9 @@ def test_c6_angles_are_float32():
     angles = rotary_angles(jnp.arange(2048), rotary_frequencies(32))
     assert angles.dtype == jnp.float32
     assert angles.shape == (2048, 16)
-    np.testing.assert_allclose(angles[1857, 1], 1044.26784, atol=1e-4)
+    np.testing.assert_allclose(angles[1857, 1], 1044.26784 - 166 * 2 * np.pi, atol=1e-4)
     exact = np.arange(2048)[:, None] * 10000.0 ** (-np.arange(16) / 16)
-    assert np.abs(np.cos(np.asarray(angles, np.float64)) - np.cos(exact)).max() < 1e-3
+    assert np.abs(np.cos(np.asarray(angles, np.float64)) - np.cos(exact)).max() < 1e-4
 
 
 def test_c6_bfloat16_is_rotated_in_float32():
@@ -78,12 +91,50 @@ def test_e2_scores_depend_on_the_distance_only():
         queries, keys = (rotary(jnp.tile(x, (16, 1, 1)), at) for x in (query, key))
         return jnp.einsum("TNH,SNH->NTS", queries, keys)
 
-    np.testing.assert_allclose(scores(0), scores(1000), atol=1e-4)
+    np.testing.assert_allclose(scores(0), scores(1000), atol=1e-6)
     for gap in (-3, 0, 5):
         diagonal = jnp.diagonal(scores(0), gap, 1, 2)
         np.testing.assert_allclose(
             diagonal, jnp.broadcast_to(diagonal[:, :1], diagonal.shape), atol=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    "frequencies",
+    [
+        rotary_frequencies(64),
+        rotary_frequencies(32),
+        truncated_frequencies(64, 0.75),
+        interpolated_frequencies(64, 8.0),
+        ntk_frequencies(64, 8.0),
+        yarn_frequencies(64, 8.0, 1024),
+    ],
+    ids=["rotary", "part", "truncated", "interpolated", "ntk", "yarn"],
+)
+def test_c1_neighbours_have_the_same_score_at_any_position(frequencies):
+    query, key = normal(64, seed=1), normal(64, seed=2)
+    size = 2 * len(frequencies)
+    pairs = (np.asarray(x, np.float64)[:size].reshape(2, -1) for x in (query, key))
+    q, k = (first + 1j * second for first, second in pairs)
+    turned = (q * np.exp(1j * np.asarray(frequencies, np.float64)) * k.conj()).real.sum()
+    unturned = np.asarray(query, np.float64)[size:] @ np.asarray(key, np.float64)[size:]
+    exact = (turned + unturned) / 8
+
+    starts = [0, 1, 2047, 10**6, 10**7, 2**24, 2**30, 2**31 - 2, -(2**31)]
+    keys_at = jnp.array(starts, jnp.int32)[:, None]
+    # Rows of one token, as in decoding, and whole rows at once.
+    queries = compiled(jnp.tile(query, (9, 1, 1, 1)), keys_at + 1, frequencies=frequencies)
+    keys = compiled(jnp.tile(key, (9, 1, 1, 1)), keys_at, frequencies=frequencies)
+    scores = jnp.einsum("BTNH,BTNH->B", queries, keys) / 8
+    np.testing.assert_allclose(scores, [exact] * 9, rtol=0, atol=1e-5)
+
+
+def test_positions_that_are_not_whole_are_between_their_neighbours():
+    x, positions = normal(4, 2, 8), np.array([0.5, 3.25, 4096.5, 1_000_000.5])
+    rotated = rotary(x, jnp.asarray(positions, jnp.float32))
+    np.testing.assert_allclose(rotated[:2], oracle(x[:2], positions[:2]), atol=1e-6)
+    exact = oracle_of(x, positions, np.asarray(rotary_frequencies(8), np.float64))
+    np.testing.assert_allclose(rotated, exact, atol=1e-5)
 
 
 def test_e2_part_of_the_head_is_rotated():
@@ -140,7 +191,7 @@ def test_rotary_is_the_oracle_and_keeps_norms(positions, pairs, base, seed):
     frequencies = rotary_frequencies(2 * pairs, base=base)
     rotated = compiled(x, jnp.array(positions), frequencies=frequencies)
     assert rotated.dtype == x.dtype
-    np.testing.assert_allclose(rotated, oracle(x, positions, base, 2 * pairs), atol=1e-3)
+    np.testing.assert_allclose(rotated, oracle(x, positions, base, 2 * pairs), atol=5e-4)
     np.testing.assert_allclose(
         jnp.linalg.norm(rotated, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
     )
@@ -173,6 +224,13 @@ def test_exported_for_any_length():
     for length in (1, 5):
         x, at = normal(length, 2, 8), 7 + jnp.arange(length)
         np.testing.assert_allclose(exported.call(x, at), compiled(x, at), atol=1e-6)
+
+
+def test_no_axis_is_added_implicitly():
+    x, at = normal(2, 3, 2, 8), jnp.arange(3)
+    expected = rotary(x, at)
+    with jax.numpy_rank_promotion("raise"):
+        np.testing.assert_array_equal(rotary(x, at), expected)
 
 
 def test_odd_head_is_refused():

@@ -19,7 +19,7 @@ def oracle(query, key, query_positions, key_positions, content_bias, position_bi
     wavelengths = [10000.0 ** (2 * k / width) for k in range(width // 2)]
     scores = np.zeros((heads, query.shape[0], key.shape[0]))
     for head, t, s in np.ndindex(*scores.shape):
-        distance = int(query_positions[t]) - int(key_positions[s])
+        distance = float(query_positions[t]) - float(key_positions[s])
         r = np.array(
             [f(distance / wavelength) for f in (np.sin, np.cos) for wavelength in wavelengths]
         )
@@ -61,9 +61,8 @@ LEARNED = (normal(2, 4, seed=3), normal(2, 4, seed=4), normal(6, 2, 4, seed=5))
 )
 def test_transformer_xl_is_the_oracle(queries, keys):
     found = scores(QUERY, KEY, jnp.array(queries), jnp.array(keys), *LEARNED)
-    # A float32 angle of 1000 radians is off by 2^-14.
     expected = oracle(QUERY, KEY, queries, keys, *LEARNED)
-    np.testing.assert_allclose(found, expected, atol=2e-3)
+    np.testing.assert_allclose(found, expected, atol=5e-5)
 
 
 @pytest.mark.parametrize("key_heads", [1, 2])
@@ -81,6 +80,36 @@ def test_scores_depend_on_the_distance_only():
     near = transformer_xl(QUERY, KEY, QUERY_POSITIONS, KEY_POSITIONS, *LEARNED)
     far = transformer_xl(QUERY, KEY, 100_000 + QUERY_POSITIONS, 100_000 + KEY_POSITIONS, *LEARNED)
     jax.tree.map(np.testing.assert_array_equal, near, far)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [
+        ([2**31 - 3, 2**31 - 2, 2**31 - 1], [0, 10**6, 2**30, 2**31 - 3, 2**31 - 1]),
+        ([-(2**31), 0, 2**31 - 1], [-(2**31), -1, 0, 10**9, 2**31 - 1]),
+        ([0.5, 1.25, 100_000.5], [0.0, 0.5, 3.75, 50_000.25, 100_000.5]),
+    ],
+    ids=["far", "both signs", "not whole"],
+)
+def test_c1_any_positions_are_the_oracle(queries, keys):
+    queries, keys = jnp.array(queries), jnp.array(keys)
+    expected = oracle(QUERY, KEY, queries, keys, *LEARNED)
+    found = scores(QUERY, KEY, queries, keys, *LEARNED)
+    np.testing.assert_allclose(found, expected, atol=5e-5)
+
+
+@pytest.mark.parametrize(("length", "key_length"), [(0, 5), (3, 0), (0, 0)])
+def test_no_queries_or_no_keys(length, key_length):
+    arguments = (
+        *(QUERY[:length], KEY[:key_length]),
+        *(QUERY_POSITIONS[:length], KEY_POSITIONS[:key_length]),
+        *LEARNED,
+    )
+    query, key = compiled_xl(*arguments)
+    assert (query.shape, key.shape) == ((length, 2, 10), (key_length, 2, 10))
+    # The gradient of no scores is zero.
+    gradient = jax.grad(lambda kernel: scores(*arguments[:-1], kernel).sum())(LEARNED[-1])
+    np.testing.assert_array_equal(gradient, np.zeros((6, 2, 4)))
 
 
 def test_the_additional_features_of_keys_are_the_same_for_all_heads():
@@ -161,6 +190,14 @@ def test_gradients_are_central_differences():
         np.testing.assert_allclose(
             jnp.vdot(gradient, direction), (ends[1] - ends[0]) / 2e-2, rtol=1e-3
         )
+
+
+def test_no_axis_is_added_implicitly():
+    arguments = (QUERY[None], KEY[None], QUERY_POSITIONS, KEY_POSITIONS, *LEARNED)
+    expected = transformer_xl(*arguments)
+    with jax.numpy_rank_promotion("raise"):
+        found = transformer_xl(*arguments)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_exported_is_the_function():

@@ -6,6 +6,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from alibi_jax.angles import rotary_angles
 from alibi_jax.biases.distances import positions_by_length
 
 
@@ -57,9 +58,8 @@ def sandwich_bias_at(
     Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. pᵢ is the sinusoidal
     embedding of position i, of size d = `width`. Hence pᵢ·pⱼ = Σ cos((i−j)·10000^(−2k/d)) over k
     from 0 to d/2−1. Subtracting d/2 does not change the softmax; it makes the bias 0 at distance 0
-    and negative elsewhere. Before the division, the error is at most 5e-5 at distances up to 4096
-    and 1e-3 at a distance of 10^5, at any positions. Raises ValueError unless `width` is even and
-    positive.
+    and negative elsewhere. Before the division, the error is at most 2e-5 for a width of 128, at
+    any positions. Raises ValueError unless `width` is even and positive.
 
     Chi et al. 2023 (Sandwich), arXiv 2212.10356.
     """
@@ -79,11 +79,5 @@ def _sinusoids(positions: Int[Array, "... T"], width: int) -> Float[Array, "... 
         raise ValueError(
             f"width={width} must be even and positive: sines and cosines come in pairs"
         )
-    frequencies = 10000.0 ** (-np.arange(0, width, 2) / width)
-    # Angles are int32 in units of 2^-32 turns. They overflow exactly at whole turns, so their
-    # differences are exact and depend on the distance of two positions only. In float32 an angle
-    # of 10^5 radians is off by 0.004.
-    units_per_position = jnp.asarray(np.round(frequencies * 2**32 / (2 * np.pi)), jnp.int32)
-    angle_units = jnp.asarray(positions, jnp.int32)[..., None] * units_per_position
-    angles = angle_units.astype(jnp.float32) * (2 * np.pi / 2**32)
+    angles = rotary_angles(positions, 10000.0 ** (-np.arange(0, width, 2) / width))
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

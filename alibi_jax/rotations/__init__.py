@@ -4,6 +4,7 @@ All functions are pure, take and return arrays, and work in any JAX model. Apply
 and keys, not to values.
 """
 
+from alibi_jax.angles import rotary_angles
 from alibi_jax.rotations.frequencies import (
     dynamic_ntk_factor,
     interpolated_frequencies,
@@ -13,7 +14,7 @@ from alibi_jax.rotations.frequencies import (
     yarn_frequencies,
     yarn_temperature,
 )
-from alibi_jax.rotations.rotary import rotary, rotary_angles
+from alibi_jax.rotations.rotary import rotary
 from alibi_jax.rotations.transformer_xl import transformer_xl
 from alibi_jax.rotations.xpos import xpos
 

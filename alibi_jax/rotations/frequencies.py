@@ -22,7 +22,7 @@ def rotary_frequencies(size: int, *, base: float = 10000.0) -> Float[Array, "{si
 
     Su et al. 2021 (RoFormer), equation 15.
     """
-    return jnp.asarray(_rotary_frequencies(size, base), jnp.float32)
+    return jnp.asarray(frequencies_in_float64(size, base), jnp.float32)
 
 
 def truncated_frequencies(
@@ -38,7 +38,7 @@ def truncated_frequencies(
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction} of the pairs must be above 0 and at most 1")
-    frequencies = _rotary_frequencies(size, base)
+    frequencies = frequencies_in_float64(size, base)
     # Round before the floor: in floats, 1/49 of 49 pairs is a little less than one.
     frequencies[math.floor(round(fraction * frequencies.size, 6)) :] = 0.0
     return jnp.asarray(frequencies, jnp.float32)
@@ -55,7 +55,7 @@ def interpolated_frequencies(
     Chen et al. 2023, "Extending Context Window of Large Language Models via Positional
     Interpolation", arXiv 2306.15595.
     """
-    return jnp.asarray(_rotary_frequencies(size, base) / _checked_factor(factor), jnp.float32)
+    return jnp.asarray(frequencies_in_float64(size, base) / _checked_factor(factor), jnp.float32)
 
 
 def ntk_frequencies(
@@ -113,7 +113,7 @@ def yarn_frequencies(
     _check_train_length(train_length)
     if not beta_slow < beta_fast:
         raise ValueError(f"beta_slow={beta_slow} must be below beta_fast={beta_fast}")
-    frequencies = _rotary_frequencies(size, base)
+    frequencies = frequencies_in_float64(size, base)
     turns = train_length * frequencies / (2 * math.pi)
     # YaRN's γ: the share of the original frequency in the mixture.
     ramp = np.clip((turns - beta_slow) / (beta_fast - beta_slow), 0, 1)
@@ -131,8 +131,8 @@ def yarn_temperature(factor: float) -> float:
     return 0.1 * math.log(_checked_factor(factor)) + 1.0
 
 
-def _rotary_frequencies(size: int, base: float) -> np.ndarray:
-    """Rotary's frequencies in float64."""
+def frequencies_in_float64(size: int, base: float = 10000.0) -> Float[np.ndarray, "{size}//2"]:
+    """Rotary's frequencies before their rounding, float64 `[size/2]`, in radians per position."""
     if size < 2 or size % 2:
         raise ValueError(f"size={size} must be even and positive: features are rotated in pairs")
     return base ** (-np.arange(0, size, 2) / size)

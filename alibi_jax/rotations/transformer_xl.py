@@ -2,17 +2,18 @@
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Real
 
-from alibi_jax.rotations.frequencies import rotary_frequencies
-from alibi_jax.rotations.rotary import centre_positions, rotary_angles
+from alibi_jax.angles import rotary_angles
+from alibi_jax.rotations.frequencies import frequencies_in_float64
+from alibi_jax.rotations.rotary import centre_positions
 
 
 def transformer_xl(
     query: Float[Array, "... T N H"],
     key: Float[Array, "... S K H"],
-    query_positions: Int[Array, "... T"],
-    key_positions: Int[Array, "... S"],
+    query_positions: Real[Array, "... T"],
+    key_positions: Real[Array, "... S"],
     content_bias: Float[Array, "N H"],
     position_bias: Float[Array, "N H"],
     kernel: Float[Array, "D N H"],
@@ -40,7 +41,10 @@ def transformer_xl(
     """
     head_size, width = query.shape[-1], kernel.shape[0]
     queries, keys = centre_positions(query_positions, key_positions)
-    frequencies = rotary_frequencies(width)
+    frequencies = frequencies_in_float64(width)
+    content_bias, position_bias = (
+        jnp.expand_dims(bias, range(query.ndim - 2)) for bias in (content_bias, position_bias)
+    )
 
     position_query = jnp.einsum(
         "...TNH,DNH->...TND",
@@ -50,6 +54,7 @@ def transformer_xl(
     )
     sine_part, cosine_part = jnp.split(position_query, 2, axis=-1)
     angles = rotary_angles(queries, frequencies)[..., None, :]
+    angles = jnp.expand_dims(angles, range(query.ndim - angles.ndim))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     query_features = [
         (query + content_bias).astype(jnp.float32),

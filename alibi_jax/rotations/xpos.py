@@ -3,17 +3,17 @@
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Real
 
-from alibi_jax.rotations.frequencies import rotary_frequencies
+from alibi_jax.rotations.frequencies import frequencies_in_float64
 from alibi_jax.rotations.rotary import centre_positions, rotary
 
 
 def xpos(
     query: Float[Array, "... T N H"],
     key: Float[Array, "... S K H"],
-    query_positions: Int[Array, "... T"],
-    key_positions: Int[Array, "... S"],
+    query_positions: Real[Array, "... T"],
+    key_positions: Real[Array, "... S"],
     *,
     base: float = 10000.0,
     gamma: float = 0.4,
@@ -44,15 +44,17 @@ def xpos(
     """
     if gamma <= 0 or scale_base <= 0:
         raise ValueError(f"gamma={gamma} and scale_base={scale_base} must both be above 0")
-    frequencies = rotary_frequencies(query.shape[-1], base=base)
+    frequencies = frequencies_in_float64(query.shape[-1], base)
     fractions = np.arange(frequencies.size) / frequencies.size
     # The logarithm in float64: a power of a float32 base near 1 would multiply its rounding error.
     log_decay = jnp.asarray(np.log((fractions + gamma) / (1 + gamma)) / scale_base, jnp.float32)
 
     def rotate_and_scale(
-        x: Float[Array, "... L M H"], positions: Int[Array, "... L"], sign: int
+        x: Float[Array, "... L M H"], positions: Real[Array, "... L"], sign: int
     ) -> Float[Array, "... L M H"]:
-        scale = jnp.exp(sign * positions.astype(jnp.float32)[..., None, None] * log_decay)
+        decay = jnp.expand_dims(sign * log_decay, range(positions.ndim + 1))
+        exponents = positions.astype(jnp.float32)[..., None, None] * decay
+        scale = jnp.exp(jnp.expand_dims(exponents, range(x.ndim - exponents.ndim)))
         rotated = rotary(x.astype(jnp.float32), positions, frequencies=frequencies)
         return (rotated * jnp.concatenate([scale, scale], axis=-1)).astype(x.dtype)
 
