@@ -229,13 +229,34 @@ def test_a_mesh_on_the_command_line():
             parse_mesh(text)
 
 
+def test_every_whole_number_has_a_most_value():
+    whole = {key for key, value in flatten(Config()).items() if type(value) is int}
+    whole |= {"model.num_kv_heads", "model.ff_width"}
+    assert whole == {key for key in whole if BOUNDS[key]["most"] is not None}
+    for key in whole:
+        for value in (BOUNDS[key]["most"] + 1, 2**31, 2**63, 2**64, 10**400):
+            if value > BOUNDS[key]["most"]:
+                message = refusal(changed(**{key.replace(".", "__"): value}))
+                assert message.startswith(f"{key}={value} must be a finite number, at least ")
+
+
+def test_the_greatest_values_are_checked_at_once():
+    """Each key alone, at its greatest value: accepted, or refused by another check in one line."""
+    for key, bounds in BOUNDS.items():
+        if bounds["most"] is not None:
+            values = {key.replace(".", "__"): bounds["most"]}
+            if error := error_of(changed(**values).check):
+                assert key in error
+                assert "\n" not in error
+
+
 def test_every_number_has_a_least_value():
     numbers = {
         key
         for key, value in flatten(Config()).items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    assert numbers - {"mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor"} <= set(BOUNDS)
+    assert numbers <= set(BOUNDS)
 
 
 @pytest.mark.parametrize("key", [key for key, bounds in BOUNDS.items() if bounds["below"] == 1])
@@ -306,6 +327,33 @@ def test_shares_stay_below_one(key):
             {"train__accumulation": 5},
             ("train.accumulation=5", "train.batch_size=32", "1, 2, 4, 8, 16, 32"),
         ),
+        (
+            {"model__width": 2**31 - 1},
+            ("model.num_heads=8", "model.width=2147483647", "one of 1, 2147483647"),
+        ),
+        (
+            {"train__batch_size": 2**31 - 1, "train__accumulation": 2},
+            ("train.accumulation=2", "train.batch_size=2147483647", "one of 1, 2147483647"),
+        ),
+        (
+            # This number has 1536 divisors; the twelve nearest to 1000 are named.
+            {"model__width": 1396755360, "model__num_heads": 1000},
+            ("one of 945, 952, 969, 988, 990, 1001, 1008, 1020, 1026, 1040, 1045, 1056",),
+        ),
+        (
+            {"model__width": 2**31 - 1, "model__num_heads": 1},
+            ("model.width=2147483647", "feed-forward width of 8589934588", "lower"),
+        ),
+        (
+            {"train__batch_size": 2**24, "train__length": 128},
+            ("train.batch_size=16777216", "train.length=128", "2147483648 tokens"),
+        ),
+        (
+            {"model__adaptive_cutoffs": "9" * 5000},
+            ("model.adaptive_cutoffs='999", "give rising token numbers"),
+        ),
+        ({"model__adaptive_cutoffs": "40,2147483648"}, ("give rising token numbers",)),
+        ({"model__adaptive_cutoffs": "4\u00b2"}, ("give rising token numbers",)),
         ({"data__path": "x"}, ("data.dataset='sotu'", "data.path='x'")),
         ({"data__dataset": "text"}, ("data.dataset='text'", "data.path=''")),
         ({"data__dataset": "wikitext"}, ("data.dataset='wikitext'", "data.path=''")),

@@ -1,7 +1,9 @@
 """Checks of values that must fit each other; none of them needs a device."""
 
+import math
+
 from alibi_jax.config.choices import POSITIONS, RESCALINGS
-from alibi_jax.config.parts import Data, Model
+from alibi_jax.config.parts import Data, Model, Train
 from alibi_jax.config.section import ConfigError, nearest
 
 
@@ -86,6 +88,27 @@ def check_adaptive(model: Model, data: Data) -> None:
         )
 
 
-def divisors(number: int) -> str:
-    """The divisors of a number, as a message lists them."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+def check_sizes(model: Model, train: Train) -> None:
+    """Raises ConfigError for a model or a batch that is too large for any machine to start on."""
+    ff_width = 4 * model.width if model.ff_width is None else model.ff_width
+    numbers = model.num_layers * model.width * max(model.width, ff_width)
+    if numbers >= 1 << 60:
+        raise ConfigError(
+            f"model.num_layers={model.num_layers}, model.width={model.width} and a feed-forward "
+            f"width of {ff_width} make kernels of {numbers} numbers, more than memory has "
+            "addresses: lower one of them"
+        )
+    tokens = train.batch_size * train.length
+    if tokens >= 1 << 31:
+        raise ConfigError(
+            f"train.batch_size={train.batch_size} with train.length={train.length} makes {tokens} "
+            "tokens in a step, which int32 can't count: lower one of them"
+        )
+
+
+def divisors(number: int, near: int) -> str:
+    """The divisors of a number, as a message lists them: at most the twelve nearest to `near`."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    every = {*small, *(number // d for d in small)}
+    nearest_first = sorted(every, key=lambda d: abs(d - near))
+    return ", ".join(str(d) for d in sorted(nearest_first[:12]))

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import Any
 
-from alibi_jax.config.checks import check_adaptive, check_positions, divisors
+from alibi_jax.config.checks import check_adaptive, check_positions, check_sizes, divisors
 from alibi_jax.config.choices import FROM_PATH
 from alibi_jax.config.parts import Checkpoint, Data, Mesh, Model, Optimizer, Train
 from alibi_jax.config.section import ConfigError, Section, check_value, fields_of
@@ -42,20 +42,23 @@ class Config(Section):
         if model.width % model.num_heads:
             raise ConfigError(
                 f"model.num_heads={model.num_heads} does not divide model.width={model.width}: "
-                f"choose one of {divisors(model.width)}"
+                f"choose one of {divisors(model.width, model.num_heads)}"
             )
         check_positions(model, train.length)
         check_adaptive(model, data)
         if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
             raise ConfigError(
                 f"model.num_kv_heads={model.num_kv_heads} does not divide "
-                f"model.num_heads={model.num_heads}: choose one of {divisors(model.num_heads)}"
+                f"model.num_heads={model.num_heads}: choose one of "
+                f"{divisors(model.num_heads, model.num_kv_heads)}"
             )
         if train.batch_size % train.accumulation:
             raise ConfigError(
                 f"train.accumulation={train.accumulation} does not divide "
-                f"train.batch_size={train.batch_size}: choose one of {divisors(train.batch_size)}"
+                f"train.batch_size={train.batch_size}: choose one of "
+                f"{divisors(train.batch_size, train.accumulation)}"
             )
+        check_sizes(model, train)
         if (data.dataset in FROM_PATH) != bool(data.path):
             raise ConfigError(
                 f"data.dataset={data.dataset!r} with data.path={data.path!r}: for your own text "
