@@ -150,9 +150,9 @@ def init_rolling_cache(
         )
         return HeadGroupCache(
             slots,
-            evicted_norm=jnp.zeros((batch_size, num_heads)),
+            evicted_norm=jnp.zeros((batch_size, num_heads), jnp.float32),
             evicted_position=int_zeros(batch_size) - 1,
-            omitted_share=jnp.zeros(batch_size),
+            omitted_share=jnp.zeros(batch_size, jnp.float32),
         )
 
     groups = tuple(

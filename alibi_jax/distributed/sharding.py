@@ -22,6 +22,7 @@ from alibi_jax.config import Mesh, fields_of
 MESH_AXES = tuple(fields_of(Mesh))
 # The axis that spans slices of a pod: only gradients are reduced along it, once a step.
 _SLICE_AXIS = "data"
+_MOST_CPU_DEVICES = 1024
 
 # A logical axis that is not in the table is not sharded.
 LOGICAL_AXIS_RULES: dict[str, tuple[str, ...]] = {
@@ -58,7 +59,9 @@ def use_cpu_cores(batch_size: int, sizes: Sequence[int] = (-1,), processes: int 
         if count * processes % fixed_size == 0 and batch_size % (count * processes) == 0
     ]
     devices = max(valid_counts, default=minimum) if -1 in sizes else minimum
-    jax.config.update("jax_num_cpu_devices", devices)
+    # XLA starts threads for each device. Too large a mesh then names more devices than there are,
+    # which `make_mesh` refuses.
+    jax.config.update("jax_num_cpu_devices", min(devices, _MOST_CPU_DEVICES))
 
 
 def make_mesh(

@@ -240,9 +240,9 @@ def _collect_targets(targets: Int[Array, "N"], num_rows: int) -> tuple[int, Arra
     chunk_size = min(size, max(1, losses.MAX_CHUNK_LOGITS // num_rows))
     padded_size = -(-size // chunk_size) * chunk_size
     in_band = targets >= 0
-    ranks = jnp.where(in_band, jnp.cumsum(in_band) - 1, padded_size)
+    ranks = jnp.where(in_band, jnp.cumsum(in_band, dtype=jnp.int32) - 1, padded_size)
     order = jnp.full(padded_size, size).at[ranks].set(jnp.arange(size), mode="drop")
-    return chunk_size, -(-in_band.sum() // chunk_size), order
+    return chunk_size, -(-in_band.sum(dtype=jnp.int32) // chunk_size), order
 
 
 def _index_in_band(tokens: Int[Array, "B T"], band: Band) -> Int[Array, "B T"]:

@@ -66,7 +66,7 @@ class KVCache(NamedTuple):
                 f"{self.num_tokens} of them taken: make the cache larger"
             )
         ids = token_mask.astype(jnp.int32)
-        positions = _next_positions(self.segment_ids.sum(axis=1), ids)
+        positions = _next_positions(self.segment_ids.sum(axis=1, dtype=jnp.int32), ids)
         key_positions, key_ids = (
             jax.lax.dynamic_update_slice_in_dim(old, new, self.num_tokens, axis=1)
             for old, new in ((self.positions, positions), (self.segment_ids, ids))
@@ -107,7 +107,7 @@ class BoundedKVCache(NamedTuple):
         layout = TokenLayout(positions, positions, ids, ids, self.num_tokens, False)
         return layout, BoundedKVCache(
             self.layers,
-            self.row_lengths + ids.sum(axis=1),
+            self.row_lengths + ids.sum(axis=1, dtype=jnp.int32),
             self.num_tokens + token_mask.shape[1],
         )
 
@@ -190,4 +190,6 @@ def _next_positions(
     row_lengths: Int[Array, "B"], segment_ids: Int[Array, "B T"]
 ) -> Int[Array, "B T"]:
     """The positions of the next tokens of rows of these lengths; padding does not count."""
-    return jnp.maximum(row_lengths[:, None] + jnp.cumsum(segment_ids, axis=1) - 1, 0)
+    # With `jax_enable_x64`, sums of int32 would be int64.
+    counts = jnp.cumsum(segment_ids, axis=1, dtype=jnp.int32)
+    return jnp.maximum(row_lengths[:, None] + counts - 1, 0)
