@@ -12,7 +12,6 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import pathlib
 from collections.abc import Iterator
 
 import jax
@@ -24,6 +23,7 @@ from flax import nnx
 from alibi_jax.attention.reach import NEGLIGIBLE, reach
 from alibi_jax.attention.visibility import Visibility
 from alibi_jax.biases import LinearBias, alibi_slopes
+from alibi_jax.config import local_path
 from alibi_jax.data.token_streams import token_stream
 from alibi_jax.evaluation import load_run
 from alibi_jax.model import self_attention
@@ -111,7 +111,7 @@ def sources() -> Iterator[tuple[str, dict[int, list[Heads]]]]:
             {length: random_heads(length, num_heads) for length in lengths},
         )
     if _WORKDIR.value:
-        run = load_run(pathlib.Path(_WORKDIR.value))
+        run = load_run(local_path("--workdir", _WORKDIR.value))
         yield (
             f"trained, {run.config.model.num_heads} heads of {run.config.model.head_size}",
             {length: trained_heads(run, length) for length in lengths},

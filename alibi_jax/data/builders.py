@@ -176,8 +176,8 @@ def recorded_data(config: Data, fingerprint: str) -> Data:
     if path.exists():
         if _FROM_PATH[config.dataset].fingerprint(path) != digest:
             raise DataError(
-                f"it was trained on another text than data.path={config.path!r} now gives: restore "
-                "the training text"
+                f"it was trained on another text than data.path={config.path!r} now gives, or on "
+                "other splits of it: restore the training text"
             )
         return config
     folder = data_dir(config) / recorded
