@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -327,6 +328,24 @@ def test_two_processes_stop_at_the_same_step(launch_two, text_config, tmp_path):
     step, state = saved_state(text_config, workdir)
     assert lines(workdir)[-1]["step"] == step - step % 2 < text_config.train.steps
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_in_one_process_ends_all_processes(launch_two, text_config, tmp_path):
+    """By themselves, Orbax's threads would wait 20 minutes for one another."""
+    # Both processes write parameters.
+    text_config.mesh.data, text_config.mesh.fsdp, text_config.mesh.tensor = 1, 4, 2
+    text_config.train.steps = 100_000
+    first, second = launch_two("train.py", *train_flags(text_config, tmp_path / "run"))
+    resource.prlimit(second.pid, resource.RLIMIT_FSIZE, (2000, 2000))
+    _, errors = finish(second, code=1)
+    assert errors.splitlines()[-1] == (
+        f"error: {tmp_path}/run/checkpoints/10 could not be saved (File too large): make room "
+        "there, and give the same command again, which starts anew"
+    )
+    assert "Traceback" not in errors
+    _, errors = finish(first, code=1)
+    assert "because process 1 has stopped" in errors.splitlines()[-1]
 
 
 def test_a_process_that_is_missing_is_named(launch, text_config, tmp_path):
