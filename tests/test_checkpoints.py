@@ -435,6 +435,7 @@ with Checkpoints(pathlib.Path(sys.argv[1]), Checkpoint(keep=1)) as checkpoints:
     with file_size_limit(20_000):
         large = matrices(mesh_of(1, 1, 1, 1), (100, 100))
         checkpoints.save(*large, metadata(2))
+        checkpoints.wait()
 """
 
 
