@@ -159,9 +159,8 @@ def _attention_fn(
             key_positions=key_positions,
             mask=mask,
         )
-        if isinstance(precision, jax.lax.Precision):
-            precision = precision.name.lower()
-        with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
+        name = _precision_name(precision)
+        with jax.default_matmul_precision(name) if name else contextlib.nullcontext():
             out = attend(value, dropout_rate=dropout_rate, dropout_key=dropout_key)
             if module is not None:
                 # With one-hot values the output of attention is its weights.
@@ -188,6 +187,28 @@ def _positions(
     if mask is None:
         return key_positions[-1:], key_positions
     return jnp.where(mask.any(axis=1), key_positions, 0).max(axis=-1), key_positions
+
+
+def _precision_name(precision: Any) -> str | None:
+    """The name by which `jax.default_matmul_precision` knows a module's precision.
+
+    It knows no pair of precisions, one for each operand: the higher of the two applies to both.
+    """
+    presets = jax.lax.DotAlgorithmPreset
+    if isinstance(precision, str) and precision in presets.__members__:
+        precision = presets[precision]
+    if precision in (None, presets.DEFAULT):
+        return None
+    if isinstance(precision, presets):
+        return precision.name
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        raise ValueError(
+            f"precision={precision} has no name: give one of the presets of "
+            "jax.lax.DotAlgorithmPreset"
+        )
+    pair = precision if isinstance(precision, tuple | list) else (precision,)
+    levels = [jax.lax.Precision(level) for level in pair]
+    return max(levels, key=lambda level: level.value).name.lower()
 
 
 def _as_typed_key(key: Array) -> Array:

@@ -401,6 +401,46 @@ def test_the_modules_precision_is_used(kind, precision):
     assert (products(precision), products(None)) == (6, 0)
 
 
+PRECISIONS = [
+    *("default", "fastest", "high", "highest", "bfloat16", "bfloat16_3x", "tensorfloat32"),
+    jax.lax.Precision.HIGH,
+    ("highest", "default"),
+    ["high", "high"],
+    (jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGHEST),
+    "F32_F32_F32",
+    jax.lax.DotAlgorithmPreset.F32_F32_F32,
+    jax.lax.DotAlgorithmPreset.DEFAULT,
+]
+
+
+@kinds
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_every_precision_of_flax_is_taken(kind, precision):
+    """On a CPU all of them compute in float32."""
+    x = normal(5, 2, LENGTH, WIDTH)
+    flax_attention = {"linen": linen, "nnx": nnx}[kind].dot_product_attention
+    own = layer(kind, flax_attention, precision=precision)
+    # Slopes of 0 add no bias, so that the module's own attention is the oracle.
+    ours = layer(kind, alibi_attention_fn([0.0] * HEADS), precision=precision)
+    np.testing.assert_allclose(ours(kernels_of(), x), own(kernels_of(), x), atol=1e-5)
+
+
+@kinds
+def test_the_higher_precision_of_a_pair_is_used(kind):
+    apply = layer(kind, alibi_attention_fn(HEADS), precision=("highest", "default"))
+    jaxpr = str(jax.make_jaxpr(apply)(kernels_of(), normal(5, 2, LENGTH, WIDTH)))
+    # The projections take the pair.
+    assert jaxpr.count("precision=(Precision.HIGHEST, Precision.DEFAULT)") == 4
+    assert jaxpr.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2
+
+
+def test_a_precision_without_a_name_is_refused():
+    algorithm = jax.lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float32)
+    query, key, value = normal(1, 3, 2, 4, 2, 8)
+    with pytest.raises(ValueError, match="give one of the presets of jax"):
+        alibi_attention_fn(2)(query, key, value, precision=algorithm)
+
+
 def test_made_under_a_transformation_and_called_outside():
     x, kernels = normal(5, 2, LENGTH, WIDTH), kernels_of()
 

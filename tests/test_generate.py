@@ -71,6 +71,28 @@ def test_prompts_of_many_lengths_compile_once(compiled):
     assert_greedy(model, PROMPTS, together)
 
 
+@pytest.mark.parametrize("position", ["alibi", "fox", "transformer_xl"])
+def test_the_tokens_are_the_same_under_x64(position):
+    model, key = make(position), jax.random.key(0)
+    options = [{}, {"temperature": 0.7, "key": key}]
+    options += [{"cache_tolerance": 1e-3}] if position == "alibi" else []
+    expected = [generate(model, PROMPTS, 6, **option) for option in options]
+    with jax.enable_x64(True):
+        assert [generate(model, PROMPTS, 6, **option) for option in options] == expected
+
+
+def test_chunks_in_a_cache_are_the_whole_under_x64():
+    model, tokens = make(), jnp.array([[3, 1, 4, 1, 5, 9]])
+    whole = model.hidden_states(tokens)
+    with jax.enable_x64(True):
+        cache, parts = model.init_cache(1, 6), []
+        for chunk in (tokens[:, :1], tokens[:, 1:3], tokens[:, 3:]):
+            part, cache = model.hidden_states_with_cache(chunk, cache)
+            parts.append(part)
+        assert cache.positions.dtype == cache.segment_ids.dtype == jnp.int32
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=1e-5)
+
+
 @pytest.mark.parametrize("position", ["alibi", "fox"])
 def test_d1_each_prompt_alone_is_its_row_of_the_batch(position):
     model = make(position)
