@@ -120,8 +120,9 @@ class Transformer(nn.Module):
         for name, x in weights.items():
             path = name.split(".")
             if path[0] == "layers":
+                # The path begins with "layers.stacks.0": all layers are in the one stack.
                 weights_by_name |= {
-                    "/".join(["layers", str(n), *path[2:]]): y for n, y in enumerate(x)
+                    "/".join(["layers", str(n), *path[3:]]): y for n, y in enumerate(x)
                 }
             else:
                 weights_by_name["/".join(path)] = x

@@ -70,6 +70,7 @@ def row(protocol, length, stride, nll, half=0.015):
         "targets": targets,
         "words": targets // 6,
         "bytes": targets - 11,
+        "windows": -(-targets // stride),
         "min_context": smallest,
         "smallest_context": smallest if protocol == "fixed" else 1,
         "mean_context": length - (length - smallest) / 2,

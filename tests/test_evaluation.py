@@ -56,6 +56,7 @@ ROW = {
     "targets",
     "words",
     "bytes",
+    "windows",
     "min_context",
     "smallest_context",
     "mean_context",

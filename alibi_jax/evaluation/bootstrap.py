@@ -66,7 +66,8 @@ def make_clusters(
 ) -> Clusters:
     """Groups targets by document; if there are fewer than ten documents, by stretch of the text.
 
-    Stretches have equal numbers of targets. With more than a thousand documents, neighbouring
+    Stretches have equal numbers of targets. Their intervals speak of other stretches of the same
+    documents, not of other documents. With more than a thousand documents, neighbouring
     documents form a group. `targets` are indices in the stream, in order.
     """
     documents = np.searchsorted(document_starts, targets, side="right") - 1

@@ -57,6 +57,7 @@ def evaluate_run(
             except _LENGTH_ERRORS as error:
                 row["error"] = _first_line(error)
                 continue
+            row["windows"] = len(windows.num_scored)
             row["min_context"] = windows.min_context
             if protocol.spec is FIXED:
                 fixed[length] = scores.nll

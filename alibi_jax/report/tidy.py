@@ -33,6 +33,7 @@ _ROW_UNITS = {
     "bits_per_byte": "bits/byte",
     "words": "words",
     "bytes": "bytes",
+    "windows": "windows",
     "min_context": "tokens",
     "smallest_context": "tokens",
     "mean_context": "tokens",
@@ -67,7 +68,8 @@ def _rows(run: Entry) -> Iterator[Entry]:
             continue
         columns["targets"] = row["targets"]
         for quantity, unit in _ROW_UNITS.items():
-            if row[quantity] is not None:
+            # Files of earlier versions have no numbers of windows.
+            if row.get(quantity) is not None:
                 yield (
                     columns
                     | {"quantity": quantity, "value": row[quantity], "unit": unit}
