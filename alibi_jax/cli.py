@@ -43,8 +43,9 @@ _CONFIG_HELP = (
 def run(main: Callable[[], int]) -> NoReturn:
     """Parses the flags, runs `main` and exits with the code that it returns.
 
-    An error prints one line on standard error and gives exit code 1; Ctrl-C gives 130. `--help`
-    lists the flags of this module along with those of the program.
+    An error prints one line on standard error and gives exit code 1. Ctrl-C gives 130, and so does
+    SIGTERM where nothing has to be saved. `--help` lists the flags of this module along with those
+    of the program.
     """
     secure_streams()
     for flag in flags.FLAGS.get_key_flags_for_module(__name__):

@@ -1,5 +1,7 @@
 """Where a result comes from: the command, the commit, the versions and the devices."""
 
+import functools
+import hashlib
 import importlib.metadata
 import pathlib
 import platform
@@ -12,6 +14,13 @@ import jax
 
 import alibi_jax
 
+# Settings of JAX that change numbers.
+_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorflow-datasets")
 
 
@@ -22,10 +31,38 @@ def provenance() -> dict[str, Any]:
         "command": " ".join([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": _commit(),
         "python": platform.python_version(),
-        "versions": {"alibi-jax": alibi_jax.__version__}
-        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": _versions(),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "processes": jax.process_count(),
+    }
+
+
+def installation() -> dict[str, Any]:
+    """What all processes of a run must have in common besides their command, in JSON values."""
+    return (
+        {f"version of {name}": version for name, version in _versions().items()}
+        | {"digest of alibi_jax": source_digest()[:12]}
+        | {name: jax.config.values.get(name) for name in _SETTINGS}
+    )
+
+
+@functools.cache
+def source_digest() -> str:
+    """A hash of JAX's version and of every source file of the package.
+
+    Changed code may give other numbers. The hash covers uncommitted changes too, which the commit
+    of the checkout does not.
+    """
+    digest = hashlib.sha256(jax.__version__.encode())
+    root = pathlib.Path(alibi_jax.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {"alibi-jax": alibi_jax.__version__} | {
+        name: importlib.metadata.version(name) for name in _PACKAGES
     }
 
 

@@ -6,15 +6,19 @@ this file is read.
 
 import atexit
 import ctypes
+import functools
 import gc
 import os
 import pathlib
 import shutil
+import subprocess
 import sys
 import tempfile
 
 import jax
+import numpy as np
 import pytest
+from helpers import QUICK_COMPILE, REPOSITORY, free_port
 
 # Functions that take long to compile are compiled once for all workers and the programs that they
 # start. These inherit the variables; this process outlives them and deletes the folder.
@@ -124,3 +128,78 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def start_script():
+    """A function that starts a Python script of that text; processes left at the end are killed."""
+    running = []
+
+    def start(code, *arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def launch():
+    """A function that starts `train.py` or `eval.py`; processes left at the end are killed."""
+    running = []
+
+    def start(program, *flags, devices, environment=QUICK_COMPILE):
+        process = subprocess.Popen(
+            [sys.executable, str(REPOSITORY / program), *flags],
+            env=os.environ
+            | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+            | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def launch_several(launch):
+    """A function that starts `count` processes with eight devices in total."""
+
+    def start(count, program, *flags):
+        several = [f"--coordinator=localhost:{free_port()}", f"--num_processes={count}"]
+        return [
+            launch(program, *flags, *several, f"--process_id={number}", devices=8 // count)
+            for number in range(count)
+        ]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def launch_two(launch_several):
+    return functools.partial(launch_several, 2)
+
+
+@pytest.fixture
+def text_config(tiny_config, tmp_path):
+    """A run on a text that no process has prepared yet."""
+    words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "delta"], 4000)
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    return tiny_config(
+        {"data.dataset": "text", "data.path": str(tmp_path / "text.txt")}
+        | {"data.data_dir": str(tmp_path / "data"), "train.steps": 20, "checkpoint.every": 10}
+    )

@@ -3,10 +3,17 @@
 import contextlib
 import math
 import operator
+import pathlib
 import resource
+import socket
+import time
 
 import jax
 import numpy as np
+
+REPOSITORY = pathlib.Path(__file__).parent.parent
+# Variables of the environment with which XLA compiles in half the time.
+QUICK_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def mesh_of(data, fsdp, context, tensor):
@@ -62,3 +69,28 @@ def file_size_limit(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def free_port():
+    with socket.create_server(("localhost", 0)) as free:
+        return free.getsockname()[1]
+
+
+def train_flags(config, workdir):
+    from alibi_jax.config import flatten
+
+    values = flatten(config).items()
+    return [f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in values if v is not None)]
+
+
+def finish(process, code=0):
+    """Waits for a process, checks its exit code, and returns its (output, errors)."""
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == code, errors[-3000:]
+    return output, errors
+
+
+def wait_for(condition, process):
+    while not condition():
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.001)

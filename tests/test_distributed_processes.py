@@ -1,26 +1,30 @@
 """Runs in real processes: killed ones, stopped ones, and several processes as one run."""
 
-import functools
 import json
 import os
-import pathlib
 import re
 import resource
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 import pytest
-from helpers import assert_same_arrays, mesh_of
+from helpers import (
+    QUICK_COMPILE,
+    REPOSITORY,
+    assert_same_arrays,
+    finish,
+    free_port,
+    mesh_of,
+    train_flags,
+    wait_for,
+)
 
 from alibi_jax.checkpoints import Checkpoints
-from alibi_jax.config import flatten
 from alibi_jax.evaluation import EvaluationOptions, evaluate
 from alibi_jax.training.loop import train
 from alibi_jax.training.step import Trainer
@@ -28,45 +32,7 @@ from alibi_jax.training.throughput import THROUGHPUT_METRICS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-REPOSITORY = pathlib.Path(__file__).parent.parent
 STEPS = 40
-QUICK_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-
-
-@pytest.fixture(scope="module")
-def launch():
-    """A function that starts `train.py` or `eval.py`; processes left at the end are killed."""
-    running = []
-
-    def start(program, *flags, devices, environment=QUICK_COMPILE):
-        process = subprocess.Popen(
-            [sys.executable, str(REPOSITORY / program), *flags],
-            env=os.environ
-            | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-            | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        running.append(process)
-        return process
-
-    yield start
-    for process in running:
-        process.kill()
-        process.communicate()
-
-
-def train_flags(config, workdir):
-    values = flatten(config).items()
-    return [f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in values if v is not None)]
-
-
-def finish(process, code=0):
-    """Waits for a process, checks its exit code, and returns its (output, errors)."""
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == code, errors[-3000:]
-    return output, errors
 
 
 def lines(workdir):
@@ -88,12 +54,6 @@ def saved_state(config, workdir, step=None):
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.check_step(step)
         return step, checkpoints.restore(step, **trainer.abstract_state._asdict())
-
-
-def wait_for(condition, process):
-    while not condition():
-        assert process.poll() is None, process.communicate()[1][-3000:]
-        time.sleep(0.001)
 
 
 # A single process that is stopped during training.
@@ -209,41 +169,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_one_line(launch, tiny_confi
 
 
 # Several processes as one run, with eight devices in total.
-
-
-def free_port():
-    with socket.create_server(("localhost", 0)) as free:
-        return free.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def launch_several(launch):
-    """A function that starts `count` processes with eight devices in total."""
-
-    def start(count, program, *flags):
-        several = [f"--coordinator=localhost:{free_port()}", f"--num_processes={count}"]
-        return [
-            launch(program, *flags, *several, f"--process_id={number}", devices=8 // count)
-            for number in range(count)
-        ]
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def launch_two(launch_several):
-    return functools.partial(launch_several, 2)
-
-
-@pytest.fixture
-def text_config(tiny_config, tmp_path):
-    """A run on a text that no process has prepared yet."""
-    words = np.random.default_rng(0).choice(["alpha", "beta", "gamma", "delta"], 4000)
-    (tmp_path / "text.txt").write_text(" ".join(words))
-    return tiny_config(
-        {"data.dataset": "text", "data.path": str(tmp_path / "text.txt")}
-        | {"data.data_dir": str(tmp_path / "data"), "train.steps": 20, "checkpoint.every": 10}
-    )
 
 
 def test_two_processes_are_one_run(launch_two, launch, text_config, tmp_path):

@@ -54,8 +54,10 @@ class Watchdog:
         With `maybe_peer_failure`, the error may be only the consequence of another process's
         exit. If another process has failed, the message then names it instead.
         """
-        # Ctrl-C must not interrupt the exit.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C must not interrupt the exit. Only the main thread may say so, and only the main
+        # thread is interrupted.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         if maybe_peer_failure and self._peer_has_failed.wait(2.0):
             message = self._peer_failure_message()
         if self._exiting.acquire(blocking=False):
@@ -128,3 +130,30 @@ class Watchdog:
         else:
             # `exit_with_error` ends this process.
             self._deadline = float("inf")
+
+
+# The watchdog of this process, once it has joined other processes.
+_watchdogs: list[Watchdog] = []
+
+
+def watch(process_id: int, num_processes: int, connections: Connections) -> None:
+    """Starts the watchdog of this process."""
+    _watchdogs.append(Watchdog(process_id, num_processes, connections))
+
+
+def announce_normal_exit() -> None:
+    """Tells the other processes that this process is about to exit without an error."""
+    if _watchdogs:
+        _watchdogs[0].announce_normal_exit()
+
+
+def exit_with_error(message: str, code: int, *, maybe_peer_failure: bool = False) -> NoReturn:
+    """Prints `message`, exits with `code`, and makes the other processes exit soon after.
+
+    With `maybe_peer_failure`, the error may be only the consequence of another process's exit.
+    If another process has exited, the message then says so instead.
+    """
+    if _watchdogs:
+        _watchdogs[0].exit_with_error(message, code, maybe_peer_failure=maybe_peer_failure)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -8,6 +8,8 @@ import jax
 
 from alibi_jax.config import local_path
 from alibi_jax.distributed import processes
+from alibi_jax.distributed.agreement import agree, digest
+from alibi_jax.distributed.folders import locked_folder
 from alibi_jax.evaluation.bootstrap import CONFIDENCE
 from alibi_jax.evaluation.eval_text import EvaluationText, Sample, read_text
 from alibi_jax.evaluation.options import EvaluationOptions
@@ -17,7 +19,7 @@ from alibi_jax.evaluation.run_evaluation import RunEvaluation
 from alibi_jax.evaluation.run_results import evaluate_run
 from alibi_jax.evaluation.runs import Run, find_workdirs, load_run
 from alibi_jax.evaluation.unfinished import UnfinishedLosses
-from alibi_jax.provenance import provenance
+from alibi_jax.provenance import installation, provenance
 
 # Version of results.json; a change of a key's name or meaning raises it.
 VERSION = 2
@@ -38,7 +40,25 @@ def evaluate(
         KeyboardInterrupt: after SIGTERM or Ctrl-C; the losses so far are saved.
     """
     options.check()
+    with processes.StopRequest() as stop:
+        return _evaluate(workdirs, options, out, stop)
+
+
+def _evaluate(
+    workdirs: list[str],
+    options: EvaluationOptions,
+    out: pathlib.Path | None,
+    stop: processes.StopRequest,
+) -> int:
     folders = find_workdirs(workdirs)
+    agree(
+        lambda: (
+            {"program": "evaluation", "--workdir": list(map(str, folders))}
+            | {f"--{name}": value for name, value in dataclasses.asdict(options).items()}
+            | installation()
+        ),
+        "start all processes with the same command and the same packages",
+    )
     runs = {folder: _load(folder, options) for folder in folders}
     train_lengths = {folder: run.config.train.length for folder, run in runs.items()}
     lengths = {folder: options.evaluation_lengths(n) for folder, n in train_lengths.items()}
@@ -52,9 +72,8 @@ def evaluate(
     judge_run = None if options.judge is None else _load_judge(options.judge, runs, options)
     texts = TextCache(options, list(itertools.chain.from_iterable(lengths.values())))
     out = out or folders[0] / "eval"
-    _check_writable(out)
     unfinished = UnfinishedLosses(out / "unfinished")
-    with processes.StopRequest() as stop:
+    with locked_folder("out", out):
         batch_numbers = itertools.count()
 
         def should_stop() -> bool:
@@ -85,17 +104,23 @@ def evaluate(
                 f"stopped: the same command continues from the losses in {unfinished.folder}"
             )
             raise
-    asked = dataclasses.asdict(options) | {"confidence": CONFIDENCE}
-    results = {"version": VERSION} | provenance() | {"asked": asked, "runs": entries}
-    if jax.process_index() == 0:
-        from alibi_jax import report
+        asked = dataclasses.asdict(options) | {"confidence": CONFIDENCE}
+        results = {"version": VERSION} | provenance() | {"asked": asked, "runs": entries}
+        if jax.process_index() == 0:
+            from alibi_jax import report
 
-        written = report.write(results, out)
-        print(report.table(results), *(f"wrote {path}" for path in written), sep="\n", flush=True)
-    unfinished.discard()
-    return int(
-        any("error" in part for entry in entries for part in (*entry["rows"], *entry["attention"]))
-    )
+            written = report.write(results, out)
+            print(
+                report.table(results), *(f"wrote {path}" for path in written), sep="\n", flush=True
+            )
+        unfinished.discard()
+        return int(
+            any(
+                "error" in part
+                for entry in entries
+                for part in (*entry["rows"], *entry["attention"])
+            )
+        )
 
 
 class TextCache:
@@ -115,8 +140,16 @@ class TextCache:
         from alibi_jax.data.builders import open_documents
 
         key = (open_documents(data, options.split).fingerprint, run.tokenizer.fingerprint)
+        remedy = "give all processes the same text"
+        agree(lambda: {f"digest of the {options.split} text": digest(key[0])}, remedy)
         if key not in self._cache:
             text = read_text(data, options.split, run.tokenizer, options.documents)
+            agree(
+                lambda: {
+                    f"{options.split} tokens": f"{len(text.tokens)}, digest {text.digest[:16]}"
+                },
+                remedy,
+            )
             sample = text.sample(self._lengths, options.targets, options.seed)
             self._cache[key] = text, sample
         return self._cache[key]
@@ -179,17 +212,3 @@ def _check_judge(judge: RunEvaluation, evaluations: list[RunEvaluation]) -> None
                 f"--judge={judge.run.workdir} reads another text or other tokens than "
                 f"{evaluation.run.workdir}: give a run with the same data and tokenizer"
             )
-
-
-def _check_writable(out: pathlib.Path) -> None:
-    """Raises ValueError unless process 0 can write to the folder."""
-    if jax.process_index() != 0:
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".writable").touch()
-        (out / ".writable").unlink()
-    except OSError as error:
-        raise ValueError(
-            f"--out={out} can't be written to ({error.strerror}): give another folder"
-        ) from None

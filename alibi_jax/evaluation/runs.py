@@ -9,10 +9,11 @@ from typing import Any
 import jax
 
 from alibi_jax.checkpoints import Checkpoints, Metadata
-from alibi_jax.config import FROM_PATH, Config, Data, Mesh, from_dict, local_path
+from alibi_jax.config import FROM_PATH, Config, Data, Mesh, flatten, from_dict, local_path
 from alibi_jax.data import tokenizers
 from alibi_jax.data.errors import DataError
 from alibi_jax.distributed import sharding
+from alibi_jax.distributed.agreement import agree, digest
 from alibi_jax.model import abstract_model, check_model_fits
 
 
@@ -75,12 +76,24 @@ def load_run(
         CheckpointError: where the checkpoint does not exist or does not fit its configuration.
         ConfigError: where the model does not divide evenly over the mesh.
         ValueError: where the training text is missing or has changed since training.
+        LaunchError: where the processes find different checkpoints.
     """
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.check_step(step)
         metadata = checkpoints.metadata(step)
         config = from_dict(metadata.config)
         tokenizer = tokenizers.from_dict(metadata.tokenizer)
+        agree(
+            lambda: (
+                {
+                    "step of the checkpoint": step,
+                    "digest of the tokenizer": digest(tokenizer.fingerprint),
+                }
+                | flatten(config)
+                | {name: metadata.provenance.get(name) for name in ("command", "commit")}
+            ),
+            f"let all processes read the same checkpoint in {workdir}",
+        )
         device_mesh = sharding.make_mesh(mesh)
         check_model_fits(config.model, device_mesh)
         graphdef, abstract = abstract_model(config, metadata.vocab_size, device_mesh)

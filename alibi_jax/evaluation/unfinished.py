@@ -1,7 +1,6 @@
 """Losses of an interrupted evaluation, saved so that the same command continues from them."""
 
 import contextlib
-import functools
 import hashlib
 import io
 import json
@@ -14,9 +13,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Float32
 
-import alibi_jax
 from alibi_jax.data.atomic import atomic_file, remove_abandoned
 from alibi_jax.distributed import processes
+from alibi_jax.provenance import source_digest
 
 _CRC_BYTES = 4
 
@@ -67,7 +66,7 @@ class UnfinishedLosses:
                 self.folder.rmdir()
 
     def _path(self, identity: dict[str, Any]) -> pathlib.Path:
-        text = json.dumps(identity | {"code": _source_digest()}, sort_keys=True)
+        text = json.dumps(identity | {"code": source_digest()}, sort_keys=True)
         path = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.npy"
         self._paths.add(path)
         return path
@@ -86,17 +85,3 @@ def _read(path: pathlib.Path, count: int) -> Float32[np.ndarray, "M"]:
 
 def _crc32(content: bytes) -> bytes:
     return zlib.crc32(content).to_bytes(_CRC_BYTES, "little")
-
-
-@functools.cache
-def _source_digest() -> str:
-    """A hash of JAX's version and of every source file of the package.
-
-    Changed code may give other losses. The hash covers uncommitted changes too, which the commit of
-    the checkout does not.
-    """
-    digest = hashlib.sha256(jax.__version__.encode())
-    root = pathlib.Path(alibi_jax.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()

@@ -10,59 +10,22 @@ import jax
 import numpy as np
 
 from alibi_jax.checkpoints import Checkpoints, Metadata, check_path
-from alibi_jax.config import SCHEDULES, Config, ConfigError, flatten, from_dict
-from alibi_jax.data.builders import open_documents
-from alibi_jax.data.token_streams import token_stream
-from alibi_jax.data.tokenizers import Tokenizer, make_tokenizer
+from alibi_jax.config import Config, ConfigError, flatten
 from alibi_jax.data.windows import TrainingBatches, evaluation_windows
 from alibi_jax.distributed import sharding
-from alibi_jax.distributed.processes import StopRequest, process_zero_first, say
+from alibi_jax.distributed.agreement import agree, process_zero_first
+from alibi_jax.distributed.folders import check_shared, locked_folder
+from alibi_jax.distributed.processes import StopRequest, say
 from alibi_jax.evaluation.scoring import Scorer
 from alibi_jax.progress import Progress
-from alibi_jax.provenance import provenance
+from alibi_jax.provenance import installation, provenance
 from alibi_jax.training.metrics import MetricsWriter
 from alibi_jax.training.optimizers import clipped_warmup, make_schedule
 from alibi_jax.training.profiling import Profiler, parse_steps
+from alibi_jax.training.resume import check_same_config, check_same_text, saved_metadata
 from alibi_jax.training.step import StepMetrics, Trainer, TrainState, check_fits
+from alibi_jax.training.texts import TrainingData, prepare_data
 from alibi_jax.training.throughput import ThroughputMeter
-
-# Keys that may differ when a run is resumed. All other keys change the numbers of the run.
-_CHANGEABLE_KEYS = (
-    "checkpoint.",
-    "mesh.",
-    "data.data_dir",
-    "data.path",
-    "train.log_every",
-    # It matters only in a step at which the run would otherwise have ended.
-    "train.max_skipped_steps",
-    "train.validation_",
-)
-
-
-def check_same_config(saved: Metadata, config: Config, workdir: pathlib.Path) -> None:
-    """Raises ConfigError if the run in `workdir` has another configuration than this one."""
-    before, now = flatten(from_dict(saved.config)), flatten(config)
-    # Only a decaying schedule depends on its last step.
-    decays = SCHEDULES[now["optimizer.schedule"]].decays
-    changeable = _CHANGEABLE_KEYS + (() if decays else ("train.steps",))
-    for key, value in now.items():
-        if before[key] != value and not key.startswith(changeable):
-            raise ConfigError(
-                f"{key}={value!r}, but the run in {workdir} has {before[key]!r}: give that value "
-                "to resume the run, or another --workdir to start a new one"
-            )
-
-
-def check_same_text(
-    saved: Metadata, text: str, tokenizer: Tokenizer, workdir: pathlib.Path
-) -> None:
-    """Raises ConfigError if the run in `workdir` was trained on another text or vocabulary."""
-    if (saved.text, saved.tokenizer) != (text, tokenizer.to_dict()):
-        raise ConfigError(
-            f"the run in {workdir} was trained on another text or vocabulary than data.dataset and "
-            "data.tokenizer give now: restore them to resume the run, or give another --workdir to "
-            "start a new one"
-        )
 
 
 def train(
@@ -72,21 +35,51 @@ def train(
 
     `from_step` goes back to the checkpoint of that step: the run continues from there, and its
     later checkpoints and metrics are removed. `profile` "10:15" traces steps 10 to 15. Returns the
-    last finished step, which is less than `train.steps` if the run was asked to stop (SIGTERM).
+    last finished step, which is less than `train.steps` if the run was asked to stop (SIGTERM or
+    Ctrl-C).
 
     Raises:
-        ConfigError, DataError, CheckpointError: before training begins; the message is one line.
+        ConfigError, DataError, CheckpointError, LaunchError, FolderError: before training begins;
+            the message is one line.
         FloatingPointError: for numbers that are not finite, in a step that may not be skipped or
             in a validation loss; that step is not saved.
+        KeyboardInterrupt: if the run was asked to stop before its first step.
     """
     config.check()
     check_path(workdir, saving=True)
     traced_steps = parse_steps(profile)
-    mesh = sharding.make_mesh(config.mesh)
-    check_fits(config, mesh)
-    if workdir.exists() and not workdir.is_dir():
-        raise ConfigError(f"--workdir={workdir} is a file: give a folder, or a new name")
-    saved = _saved_metadata(workdir, from_step)
+    with StopRequest() as stop:
+        agree(
+            lambda: (
+                {"program": "training", "--profile": profile, "--step": from_step}
+                | flatten(config)
+                | installation()
+            ),
+            "start all processes with the same command and the same packages",
+        )
+        mesh = sharding.make_mesh(config.mesh)
+        check_fits(config, mesh)
+        if workdir.exists() and not workdir.is_dir():
+            raise ConfigError(f"--workdir={workdir} is a file: give a folder, or a new name")
+        with locked_folder("workdir", workdir):
+            check_shared("workdir", workdir)
+            return _train_in(workdir, config, mesh, from_step, traced_steps, stop)
+
+
+def _train_in(
+    workdir: pathlib.Path,
+    config: Config,
+    mesh: jax.sharding.Mesh,
+    from_step: int | None,
+    traced_steps: tuple[int, int] | None,
+    stop: StopRequest,
+) -> int:
+    """Trains as `train` does, in a workdir that this run holds."""
+    saved = saved_metadata(workdir, from_step)
+    agree(
+        lambda: {"step of the checkpoint": saved and saved.step},
+        f"check the disk of --workdir={workdir}, on which all processes must see the same files",
+    )
     if saved is not None:
         check_same_config(saved, config, workdir)
         if saved.step >= config.train.steps:
@@ -95,7 +88,8 @@ def train(
             return saved.step
     start = 0 if saved is None else saved.step
     profiler = Profiler(traced_steps, workdir, start, config.train.steps)
-    data = process_zero_first("data", lambda: _prepare_data(config))
+    data = process_zero_first("data", lambda: prepare_data(config))
+    agree(data.facts, "give all processes the same text")
     if saved is not None:
         check_same_text(saved, data.fingerprint, data.tokenizer, workdir)
     trainer = Trainer(config, data.tokenizer.vocab_size, mesh)
@@ -114,7 +108,6 @@ def train(
         checkpoints.remove_after(start)
         with (
             MetricsWriter(workdir, start, last_logged) as writer,
-            StopRequest() as stop,
             ThroughputMeter(config, trainer.vocab_size, mesh) as throughput,
             profiler,
         ):
@@ -141,42 +134,11 @@ def _print_summary(trainer: Trainer, workdir: pathlib.Path, start: int) -> None:
         )
 
 
-def _saved_metadata(workdir: pathlib.Path, step: int | None) -> Metadata | None:
-    """The metadata of a step, or of the latest step; None for a run without checkpoints."""
-    if step is None and not (workdir / "checkpoints").is_dir():
-        return None
-    with Checkpoints(workdir) as checkpoints:
-        if step is None and checkpoints.latest_step() is None:
-            return None
-        return checkpoints.metadata(checkpoints.check_step(step))
-
-
-@dataclasses.dataclass(frozen=True)
-class _TrainingData:
-    # Identifies the training text.
-    fingerprint: str
-    tokenizer: Tokenizer
-    tokens: np.ndarray
-    validation_tokens: np.ndarray | None
-
-
-def _prepare_data(config: Config) -> _TrainingData:
-    tokenizer = make_tokenizer(config.data)
-    return _TrainingData(
-        open_documents(config.data, "train").fingerprint,
-        tokenizer,
-        token_stream(config.data, "train", tokenizer),
-        token_stream(config.data, "validation", tokenizer)
-        if config.train.validation_every
-        else None,
-    )
-
-
 class _TrainingLoop:
     def __init__(
         self,
         trainer: Trainer,
-        data: _TrainingData,
+        data: TrainingData,
         checkpoints: Checkpoints,
         writer: MetricsWriter,
         stop: StopRequest,
