@@ -174,14 +174,27 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         if _DEBUG.value:
             traceback.print_exc()
         message = " ".join(str(error).split()) or "no message"
+        known = isinstance(error, ValueError | OSError | FloatingPointError)
         if getattr(error, "errno", None) in NO_ROOM:
             message += ": make room there, and give the same command again"
-        known = isinstance(error, ValueError | OSError | FloatingPointError)
+        elif any("start new thread" in str(cause) for cause in _causes(error)):
+            known = True
+            message = (
+                "the system lets this program start no other thread: raise its limit (ulimit -u, "
+                "or the limit of the container), and give the same command again"
+            )
         kind = "" if known else f"{type(error).__name__}: "
         hint = "" if known or _DEBUG.value else " (--debug shows where)"
         processes.exit_with_error(f"{kind}{message}{hint}", 1, maybe_peer_failure=not known)
     processes.announce_normal_exit()
     sys.exit(code)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and the errors that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _keep_programs(cache: pathlib.Path) -> None:

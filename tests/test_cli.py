@@ -226,6 +226,19 @@ def test_work_is_not_lost_where_nothing_can_be_printed(inputs, tmp_path):
     assert (done.returncode, done.stdout) == (1, b"")
 
 
+def test_a_program_that_may_start_no_thread_says_so_and_ends(inputs, tmp_path):
+    program = tmp_path / "program.py"
+    # No machine has 64 TiB of addresses for the stack of a thread.
+    program.write_text(
+        "import runpy, sys, threading\n"
+        "threading.stack_size(1 << 46)\n"
+        f"sys.argv[0] = {str(ROOT / 'train.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    says = ["start no other thread", "ulimit -u", "give the same command again"]
+    refuses(program, f"--config={inputs / 'config.py'}", "--workdir=run", cwd=tmp_path, says=says)
+
+
 def test_results_are_printed_in_ascii_where_nothing_else_can_be(trained, tmp_path):
     quick = "--lengths=1x,2x", "--protocols=nonoverlapping,fixed", "--targets=32", "--passage=8"
     arguments = (f"--workdir={trained('alibi')}", "--attention=", "--out=out", *quick)

@@ -155,5 +155,8 @@ def exit_with_error(message: str, code: int, *, maybe_peer_failure: bool = False
     """
     if _watchdogs:
         _watchdogs[0].exit_with_error(message, code, maybe_peer_failure=maybe_peer_failure)
+    sys.stdout.flush()
     print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    # sys.exit is not used: it would wait for the threads of libraries, and after an error some of
+    # them wait for each other.
+    os._exit(code)
