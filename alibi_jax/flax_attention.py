@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from alibi_jax.attention import Bias, attention
 from alibi_jax.biases import LinearBias, alibi_slopes, t5_bias_at
@@ -101,7 +101,7 @@ def _attention_fn(
         precision: Any = None,
         module: Any = None,
         is_causal: bool = False,
-        input_positions: Int[Array, "... T"] | None = None,
+        input_positions: Real[Array, "... T"] | None = None,
     ) -> Float[Array, "... T N V"]:
         """`flax.nnx.dot_product_attention` with the position method."""
         if bias is not None:

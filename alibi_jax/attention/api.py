@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Real
 
 from alibi_jax.attention.engines import compute_attention
 from alibi_jax.attention.reach import NEGLIGIBLE
@@ -26,8 +26,8 @@ class _Options(TypedDict, total=False):
     causal: bool
     window: int | None
     offset: int | Int[Array, ""] | None
-    query_positions: Int[Array, "*#B T"] | None
-    key_positions: Int[Array, "*#B S"] | None
+    query_positions: Real[Array, "*#B T"] | None
+    key_positions: Real[Array, "*#B S"] | None
     query_segment_ids: Int[Array, "B T"] | None
     key_segment_ids: Int[Array, "B S"] | None
     query_features: Any
@@ -70,8 +70,8 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     offset: int | Int[Array, ""] | None = None,
-    query_positions: Int[Array, "*#B T"] | None = None,
-    key_positions: Int[Array, "*#B S"] | None = None,
+    query_positions: Real[Array, "*#B T"] | None = None,
+    key_positions: Real[Array, "*#B S"] | None = None,
     query_segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
     query_features: Any = None,
@@ -104,11 +104,13 @@ def attention(
             (docs/attention.md).
         causal: Whether a query sees no key after it. Query t has the index `offset` + t among the
             keys.
-        window: Query t sees only keys whose index differs from its own by less than `window`.
+        window: Query t sees only keys whose index differs from its own by less than `window`, an
+            integer of any size.
         offset: Index of the first query among the keys. The default is S − T: the queries are the
             last of the keys. It may be traced, as in a cache with free slots.
-        query_positions: Positions for the bias. The default is the indices among the keys.
-        key_positions: Positions for the bias. The default is 0, 1, 2, ...
+        query_positions: Positions for the bias, which need not be whole if the bias does not need
+            whole positions. They have no gradient. The default is the indices among the keys.
+        key_positions: See `query_positions`. The default is 0, 1, 2, ...
         query_segment_ids: A query sees the keys of its own segment. Id 0 is padding, which sees
             nothing and is not seen.
         key_segment_ids: See `query_segment_ids`.
@@ -174,8 +176,8 @@ def alibi_attention(
     causal: bool = True,
     window: int | None = None,
     offset: int | Int[Array, ""] | None = None,
-    query_positions: Int[Array, "*#B T"] | None = None,
-    key_positions: Int[Array, "*#B S"] | None = None,
+    query_positions: Real[Array, "*#B T"] | None = None,
+    key_positions: Real[Array, "*#B S"] | None = None,
     query_segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
     mask: Bool[Array, "#B #N T S"] | None = None,

@@ -14,6 +14,12 @@ def take_block(x: Any, index: Array | int, size: int, axis: int = -2) -> Any:
     return jax.tree.map(lambda x: slice_along(x, index * size, size, axis), x)
 
 
+def padding_to_blocks(length: Any, size: int) -> Any:
+    """The number of entries that are missing in the last of the blocks of `size` entries."""
+    # In this form the sum with a symbolic length is a multiple of `size` for JAX too.
+    return (length + size - 1) // size * size - length
+
+
 def slice_along(x: Array, start: Array | int, size: int, axis: int) -> Array:
     """The `size` entries of `x` from `start` on along an axis.
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Int, Key
 
-from alibi_jax.attention.blocks import take_token_block
+from alibi_jax.attention.blocks import padding_to_blocks, take_token_block
 from alibi_jax.attention.flash import flash_attention
 from alibi_jax.attention.flash_passes import FlashSettings, KeyLoopBounds, Operands
 from alibi_jax.attention.reach import KeyBlocks, reach
@@ -23,6 +24,7 @@ from alibi_jax.attention.visibility import (
     visible_pairs,
 )
 from alibi_jax.biases import Bias, LinearBias
+from alibi_jax.biases.distances import same_rank
 
 
 def blockwise(
@@ -55,7 +57,9 @@ def blockwise(
         start = jnp.where(blocks.start < blocks.stop, blocks.start, key_length)
         stop = blocks.stop.max((0, 1))
         blocks = KeyBlocks(jnp.minimum(start.min((0, 1)), stop), stop)
-    query_padding, key_padding = -length % block_size, -key_length % block_size
+    query_padding, key_padding = (padding_to_blocks(x, block_size) for x in (length, key_length))
+    # A symbolic length may need padding.
+    keys_padded = not isinstance(key_padding, int) or key_padding > 0
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     key, value = (jnp.repeat(x, num_heads // num_kv_heads, axis=1) for x in (key, value))
     queries, keys = token_metadata(visibility, length, key_length, query_features, key_features)
@@ -66,6 +70,7 @@ def blockwise(
         _pad_end(key, -2, key_padding),
         _pad_end(value, -2, key_padding),
         bias_parameters=None,
+        bias_constants=None,
         query_tokens=_pad_tokens(queries, query_padding),
         key_tokens=_pad_tokens(keys, key_padding),
         mask=_pad_end(_pad_end(visibility.mask, -2, query_padding), -1, key_padding),
@@ -81,12 +86,12 @@ def blockwise(
             visible_pairs,
             causal=visibility.causal,
             window=visibility.window,
-            num_keys=key_length if key_padding else None,
+            num_keys=key_length if keys_padded else None,
         ),
         query_block_size=block_size,
         key_block_size=block_size,
         masked_before=windowed and not any_block_masked,
-        masked_after=visibility.causal or windowed or any_block_masked or key_padding > 0,
+        masked_after=visibility.causal or windowed or any_block_masked or keys_padded,
         dropout_rate=dropout_rate,
     )
     results = (
@@ -98,9 +103,9 @@ def blockwise(
     return out, log_sum_exp
 
 
-def _pad_end(x: Any, axis: int, padding: int) -> Any:
+def _pad_end(x: Any, axis: int, padding: Any) -> Any:
     """An array, or each array of a tree, with `padding` zeros at the end of an axis."""
-    if padding == 0:
+    if isinstance(padding, int) and padding == 0:
         return x
 
     def pad(x: Array) -> Array:
@@ -111,9 +116,9 @@ def _pad_end(x: Any, axis: int, padding: int) -> Any:
     return jax.tree.map(pad, x)
 
 
-def _pad_tokens(tokens: TokenMetadata, padding: int) -> TokenMetadata:
+def _pad_tokens(tokens: TokenMetadata, padding: Any) -> TokenMetadata:
     """Adds padding at the end of the tokens; the indices count on through the padding."""
-    indices = jnp.arange(len(tokens.indices) + padding, dtype=jnp.int32) + tokens.indices[0]
+    indices = jnp.arange(tokens.indices.shape[0] + padding, dtype=jnp.int32) + tokens.indices[0]
     features = _pad_end(tokens.features, 1, padding)
     padded = _pad_end(tokens._replace(features=None), -1, padding)
     return padded._replace(indices=indices, features=features)
@@ -122,7 +127,7 @@ def _pad_tokens(tokens: TokenMetadata, padding: int) -> TokenMetadata:
 def _key_loop_bounds(
     blocks: KeyBlocks,
     query_indices: Int[Array, "T"],
-    key_length: int,
+    key_length: Any,
     block_size: int,
     visibility: Visibility,
     any_block_masked: bool,
@@ -135,14 +140,19 @@ def _key_loop_bounds(
     if any_block_masked:
         return KeyLoopBounds(start, start, start, stop)
     query_min = query_indices[::block_size]
-    query_max = query_min + block_size - 1
     full_start = jnp.zeros_like(query_min)
     full_stop = jnp.full_like(query_min, key_length // block_size)
     if visibility.causal:
         full_stop = jnp.minimum(full_stop, (query_min + 1) // block_size)
     if visibility.window is not None:
-        full_start = jnp.maximum(full_start, -((visibility.window - 1 - query_max) // block_size))
-        full_stop = jnp.minimum(full_stop, (query_min + visibility.window) // block_size)
+        window = visibility.window
+        # The last query of a block sees no key before `query_min` - `window` + `block_size`. The
+        # limits of `query_min` keep the differences and the sum within int32 for any window.
+        hidden_blocks = -((window - jnp.maximum(query_min, 0)) // block_size)
+        full_start = jnp.maximum(full_start, hidden_blocks + 1)
+        seen_stop = jnp.minimum(query_min, key_length - window) + window
+        full_stop = jnp.minimum(full_stop, seen_stop // block_size)
+    start, full_start, full_stop, stop = same_rank(start, full_start, full_stop, stop)
     full_start = jnp.clip(full_start, start, stop)
     return KeyLoopBounds(start, full_start, jnp.clip(full_stop, full_start, stop), stop)
 
@@ -156,18 +166,32 @@ def _all_heads(
         take_token_block(operands.query_tokens, 0, settings.query_block_size),
         take_token_block(operands.key_tokens, 0, settings.key_block_size),
     )
-    if jax.eval_shape(block_bias, *examples) is None:
+    closed = jax.make_jaxpr(block_bias)(*examples)
+    if not closed.out_avals:
         return flash_attention(settings, operands)
-    # Parameters that the function closes over become operands, so that they have gradients.
-    converted, parameters = jax.closure_convert(block_bias, *examples)
+    # Traced arrays that the function closes over become operands: the gradient is computed in
+    # another trace, and parameters have gradients themselves.
+    parameters: dict[int, Array] = {}
+    constants: dict[int, Array] = {}
+    known: dict[int, Any] = {}
+    for index, x in enumerate(closed.consts):
+        is_traced = isinstance(x, jax.core.Tracer)
+        is_parameter = is_traced and jnp.issubdtype(x.dtype, jnp.inexact)
+        (parameters if is_parameter else constants if is_traced else known)[index] = x
 
-    def bias_with_parameters(
-        parameters: list[Array], queries: TokenMetadata, keys: TokenMetadata
+    def bias_with_constants(
+        constants: dict[int, Array],
+        parameters: dict[int, Array],
+        queries: TokenMetadata,
+        keys: TokenMetadata,
     ) -> Array:
-        return converted(queries, keys, *parameters)
+        values = known | constants | parameters
+        function = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, [values[i] for i in sorted(values)]))
+        return function(*jax.tree.leaves((queries, keys)))[0]
 
-    settings = dataclasses.replace(settings, bias=bias_with_parameters)
-    return flash_attention(settings, operands._replace(bias_parameters=parameters))
+    settings = dataclasses.replace(settings, bias=bias_with_constants)
+    operands = operands._replace(bias_constants=constants, bias_parameters=parameters)
+    return flash_attention(settings, operands)
 
 
 def _head_by_head(
@@ -186,6 +210,6 @@ def _head_by_head(
 
 
 def _linear_bias_of_head(
-    slopes: tuple[Array, Array | None], queries: TokenMetadata, keys: TokenMetadata
+    constants: None, slopes: tuple[Array, Array | None], queries: TokenMetadata, keys: TokenMetadata
 ) -> Float[Array, "t s"]:
     return LinearBias(*slopes)(queries.positions, keys.positions)[0]

@@ -9,7 +9,7 @@ distances in the whole sequence.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from alibi_jax.attention import attention
 from alibi_jax.attention.reach import NEGLIGIBLE, norm_bound
@@ -40,7 +40,7 @@ def context_attention(
     *,
     axes: tuple[str, ...],
     short_range: tuple[int, ...] = (),
-    positions: Int[Array, "*#B T"] | None = None,
+    positions: Real[Array, "*#B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention of a shard's queries to the whole sequence, sharded over the mesh's `axes`.
@@ -148,7 +148,10 @@ def _share_beyond_previous_shard(
     """An upper bound on the share of any row's weight in keys before the previous shard."""
     batch, length = query.shape[:2]
     # The greatest norm over all shards also bounds the keys before the previous shard.
-    norms = jax.lax.pmax(norm_bound(key).max(axis=1, keepdims=True), axes)
+    norms = norm_bound(key)
+    # A maximum may lose a NaN (openxla/xla#21461), but not an infinity.
+    norms = jnp.where(jnp.isnan(norms), jnp.inf, norms)
+    norms = jax.lax.pmax(norms.max(axis=1, keepdims=True), axes)
     distance = jnp.broadcast_to(length + 1 + jnp.arange(length, dtype=jnp.int32), (batch, length))
     norms = jnp.broadcast_to(norms, key.shape[:3])
     share = omitted_share(query, key, slopes, norms, distance).max()

@@ -1,5 +1,7 @@
 """Chooses the engine that computes attention, by platform and shape, and runs it."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +10,12 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, Key
 
 from alibi_jax.attention.blockwise import blockwise
-from alibi_jax.attention.dense import dense
+from alibi_jax.attention.finite import (
+    attend_to_finite,
+    dense_and_finite,
+    finite_metadata,
+    reached_by_visibility,
+)
 from alibi_jax.attention.folded import folded, folded_refusal
 from alibi_jax.attention.reach import reach
 from alibi_jax.attention.visibility import Visibility, bias_between, token_metadata, visible_pairs
@@ -57,51 +64,131 @@ def compute_attention(
         shape = query.shape[:3]
         return jnp.zeros((*shape, value.shape[-1]), query.dtype), jnp.full(shape, -jnp.inf)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    compute: Callable[..., Any] = functools.partial(
+        _compute,
+        tolerance=tolerance,
+        implementation=implementation,
+        dropout_rate=dropout_rate,
+        return_residual=return_residual,
+    )
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        # No engine names the shardings of its arrays, so the compiler chooses them.
+        *rows, _ = jax.typeof(query).sharding.spec
+        compute = _with_auto_axes(compute, (jax.P(*rows, None), jax.P(*rows)))
+    return compute(query, key, value, bias, visibility, query_features, key_features, dropout_key)
+
+
+def _with_auto_axes(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:
+    """`function` with all axes of the mesh partitioned by the compiler.
+
+    Arguments that are no JAX arrays stay as they are.
+    """
+
+    def call(*arguments: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arguments)
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+        def call_with(arrays: dict[int, Array]) -> Any:
+            return function(
+                *jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
+            )
+
+        return jax.sharding.auto_axes(call_with, out_sharding=out_sharding)(arrays)
+
+    return call
+
+
+def _compute(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Bias | None,
+    visibility: Visibility,
+    query_features: Any,
+    key_features: Any,
+    dropout_key: Array | None,
+    *,
+    tolerance: float,
+    implementation: str | None,
+    dropout_rate: float,
+    return_residual: bool,
+) -> tuple[Array, Any]:
+    """`compute_attention` on a mesh without explicit axes."""
     platform = _platform(query)
     block_size = _BLOCK_SIZE.get(platform, _DEFAULT_BLOCK_SIZE)
     if dropout_rate == 0.0:
         dropout_key = None
-    if key.shape[1] <= _MAX_BLOCKS_WITHOUT_REACH * block_size:
+    if _is_at_most(key.shape[1], _MAX_BLOCKS_WITHOUT_REACH * block_size):
         tolerance = 0.0
     # The reason why the engines for linear biases cannot serve; empty if they can.
-    refusal = _linear_bias_refusal(bias, visibility, dropout_key, return_residual)
+    lengths = query.shape[1], key.shape[1]
+    refusal = _linear_bias_refusal(bias, visibility, *lengths, dropout_key, return_residual)
     refusals = {"pallas_tpu": refusal, "folded": refusal}
     if not refusal and isinstance(bias, LinearBias):
-        refusals["folded"] = _folded_refusal(query, key, value, bias, visibility)
+        if platform == "gpu" or implementation == "folded":
+            refusals["folded"] = _folded_refusal(query, key, value, bias, visibility)
         if platform == "tpu" or implementation == "pallas_tpu":
             refusals["pallas_tpu"] = _pallas_tpu_refusal(query, key, value, block_size)
     engine = implementation or _choose_engine(platform, query, key, refusals)
     if refusals.get(engine):
         raise ValueError(f"implementation={engine!r} {refusals[engine]}")
-    if engine == "pallas_tpu" and isinstance(bias, LinearBias):
-        from alibi_jax.attention.tpu.attention import pallas_tpu
+    query_positions, query_features, bad_queries = finite_metadata(
+        visibility.query_positions, query_features
+    )
+    key_positions, key_features, bad_keys = finite_metadata(visibility.key_positions, key_features)
+    visibility = visibility._replace(query_positions=query_positions, key_positions=key_positions)
+    if engine == "dense":
+        queries, keys = token_metadata(
+            visibility, query.shape[1], key.shape[1], query_features, key_features
+        )
+        mask = visibility.mask
+        visible = visible_pairs(queries, keys, causal=visibility.causal, window=visibility.window)
+        if visible is not None:
+            visible = visible if visible.ndim == 4 else visible[None, None]
+            mask = visible if mask is None else mask & visible
+        return dense_and_finite(
+            dropout_rate,
+            query,
+            key,
+            value,
+            bias_between(bias, queries, keys),
+            mask,
+            bad_queries,
+            bad_keys,
+            dropout_key,
+        )
 
-        out = pallas_tpu(
-            query,
-            key,
-            value,
-            jnp.asarray(bias.slopes),
-            reach(query, key, bias, visibility, block_size=block_size, tolerance=tolerance),
-            causal=visibility.causal,
-            offset=visibility.offset,
-            window=visibility.window,
-            query_segment_ids=visibility.query_segment_ids,
-            key_segment_ids=visibility.key_segment_ids,
-            block_size=block_size,
-            interpret=platform != "tpu",
-        )
-        return out, None
-    if engine == "folded" and isinstance(bias, LinearBias):
-        out = folded(
-            query,
-            key,
-            value,
-            bias.slopes,
-            window=visibility.window,
-            implementation="cudnn" if platform == "gpu" and query.dtype != jnp.float32 else "xla",
-        )
-        return out, None
-    if engine == "blockwise":
+    def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+        if engine == "pallas_tpu" and isinstance(bias, LinearBias):
+            from alibi_jax.attention.tpu.attention import pallas_tpu
+
+            out = pallas_tpu(
+                query,
+                key,
+                value,
+                jnp.asarray(bias.slopes),
+                reach(query, key, bias, visibility, block_size=block_size, tolerance=tolerance),
+                causal=visibility.causal,
+                offset=visibility.offset,
+                window=visibility.window,
+                query_segment_ids=visibility.query_segment_ids,
+                key_segment_ids=visibility.key_segment_ids,
+                block_size=block_size,
+                interpret=platform != "tpu",
+            )
+            return out, None
+        if engine == "folded" and isinstance(bias, LinearBias):
+            on_gpu = platform == "gpu" and query.dtype != jnp.float32
+            out = folded(
+                query,
+                key,
+                value,
+                bias.slopes,
+                window=visibility.window,
+                implementation="cudnn" if on_gpu else "xla",
+            )
+            return out, None
         return blockwise(
             query,
             key,
@@ -120,28 +207,23 @@ def compute_attention(
             and dropout_key is None
             and not _partitioned_by_compiler(),
         )
-    queries, keys = token_metadata(
-        visibility, query.shape[1], key.shape[1], query_features, key_features
-    )
-    mask = visibility.mask
-    visible = visible_pairs(queries, keys, causal=visibility.causal, window=visibility.window)
-    if visible is not None:
-        visible = visible if visible.ndim == 4 else visible[None, None]
-        mask = visible if mask is None else mask & visible
-    return dense(
+
+    return attend_to_finite(
+        attend,
         query,
         key,
         value,
-        bias=bias_between(bias, queries, keys),
-        mask=mask,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
+        bad_queries,
+        bad_keys,
+        lambda bad: reached_by_visibility(bad, visibility),
     )
 
 
 def _choose_engine(platform: str, query: Array, key: Array, refusals: dict[str, str]) -> str:
     length, key_length = query.shape[1], key.shape[1]
-    if length <= _DENSE_MAX_QUERIES or length * key_length <= _DENSE_MAX_SCORES:
+    if _is_at_most(length, _DENSE_MAX_QUERIES) or _is_at_most(
+        length * key_length, _DENSE_MAX_SCORES
+    ):
         return "dense"
     if query.dtype == jnp.float64:
         # No other engine computes in more than float32.
@@ -152,6 +234,11 @@ def _choose_engine(platform: str, query: Array, key: Array, refusals: dict[str, 
     if platform == "gpu" and not refusals["folded"] and query.dtype != jnp.float32:
         return "folded"
     return "blockwise"
+
+
+def _is_at_most(size: Any, limit: int) -> bool:
+    """Whether a size is known and at most `limit`: a symbolic size may be any size."""
+    return isinstance(size, int) and size <= limit
 
 
 def _platform(query: Array) -> str:
@@ -182,6 +269,8 @@ def _partitioned_by_compiler() -> bool:
 def _linear_bias_refusal(
     bias: Bias | None,
     visibility: Visibility,
+    length: Any,
+    key_length: Any,
     dropout_key: Array | None,
     return_residual: bool,
 ) -> str:
@@ -192,6 +281,8 @@ def _linear_bias_refusal(
         return "has no slopes for future keys: use 'blockwise'"
     if visibility.query_positions is not None or visibility.key_positions is not None:
         return "takes indices as positions: give no positions, or use 'blockwise'"
+    if not isinstance(length, int) or not isinstance(key_length, int):
+        return "needs lengths that are numbers, not symbols: use 'blockwise'"
     if visibility.mask is not None or dropout_key is not None or return_residual:
         return "has no mask, no dropout and no return_residual: use 'blockwise'"
     return ""

@@ -110,6 +110,7 @@ def _map_heads(function: Callable[..., Any], operands: Operands, *arrays: Array)
             key=of_head(operands.key),
             value=of_head(operands.value),
             bias_parameters=of_head(operands.bias_parameters),
+            bias_constants=operands.bias_constants,
             query_tokens=of_row(operands.query_tokens),
             key_tokens=of_row(operands.key_tokens),
             mask=of_head(operands.mask),

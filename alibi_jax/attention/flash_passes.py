@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from alibi_jax.attention.blocks import add_to_block, join_blocks, take_block, take_token_block
 from alibi_jax.attention.visibility import TokenMetadata
+from alibi_jax.biases.distances import same_rank
 
 # Finite, so that the difference of two masked scores is 0 and not NaN.
 MASKED = float(jnp.finfo(jnp.float32).min)
@@ -44,6 +45,8 @@ class Operands(NamedTuple):
     key: Float[Array, "*G S H"]
     value: Float[Array, "*G S V"]
     bias_parameters: Any
+    # Arrays that the bias reads and that have no gradient.
+    bias_constants: Any
     query_tokens: TokenMetadata
     key_tokens: TokenMetadata
     mask: Bool[Array, "*#G T S"] | None
@@ -55,12 +58,13 @@ class Operands(NamedTuple):
 class FlashSettings:
     """The settings of a flash attention, all known while tracing.
 
-    `bias` maps its parameters and the metadata of queries and keys to a bias `[..., t, s]`.
+    `bias` maps its constants, its parameters and the metadata of queries and keys to a bias
+    `[..., t, s]`.
     `visible` maps the metadata to true where a query sees a key, or to None if each query sees
     each key.
     """
 
-    bias: Callable[[Any, TokenMetadata, TokenMetadata], Array] | None
+    bias: Callable[[Any, Any, TokenMetadata, TokenMetadata], Array] | None
     visible: Callable[[TokenMetadata, TokenMetadata], Array | None]
     query_block_size: int
     key_block_size: int
@@ -148,8 +152,11 @@ def forward_pass(settings: FlashSettings, operands: Operands) -> tuple[Array, Ar
             key_tokens = take_token_block(operands.key_tokens, j, key_block_size)
             scores = _dot("...th,...sh->...ts", query, key) * scale
             if settings.bias is not None:
-                bias = settings.bias(operands.bias_parameters, query_tokens, key_tokens)
-                scores += bias.astype(jnp.float32)
+                bias = settings.bias(
+                    operands.bias_constants, operands.bias_parameters, query_tokens, key_tokens
+                )
+                scores, bias = same_rank(scores, bias.astype(jnp.float32))
+                scores += bias
             tokens = query_tokens, key_tokens
             visible = _visible_in_block(settings, operands, tokens, i, j) if masked else None
             if visible is not None:
@@ -192,7 +199,7 @@ def _dot(equation: str, left: Array, right: Array) -> Array:
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
 
 
-def match_varying_axes(operands: Operands, x: Array) -> Array:
+def match_varying_axes(operands: Any, x: Array) -> Array:
     """`x`, marked as varying over each axis of a `jax.shard_map` over which an operand varies.
 
     Returns `x` itself outside of `jax.shard_map`.
@@ -253,7 +260,11 @@ def backward_pass(
             bias_vjp = None
             if settings.bias is not None:
                 bias_of_block = functools.partial(
-                    _bias_of_block, settings.bias, query_tokens, key_tokens, shape
+                    _bias_of_block,
+                    functools.partial(settings.bias, operands.bias_constants),
+                    query_tokens,
+                    key_tokens,
+                    shape,
                 )
                 inputs = operands.bias_parameters, query_tokens.features, key_tokens.features
                 if not with_bias_gradients:
@@ -325,6 +336,7 @@ def backward_pass(
         d_key * scale,
         d_value,
         bias_parameters=d_parameters,
+        bias_constants=none,
         query_tokens=TokenMetadata(none, none, none, d_query_features),
         key_tokens=TokenMetadata(none, none, none, d_key_features),
         mask=None,

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
+from alibi_jax.attention.blocks import padding_to_blocks
 from alibi_jax.attention.visibility import Visibility, token_metadata
 from alibi_jax.biases import LinearBias
 
@@ -33,8 +34,8 @@ class KeyBlocks(NamedTuple):
 class _RowMetadata(NamedTuple):
     """Positions and segment ids of queries and keys, for one batch row or for all batch rows."""
 
-    query_positions: Int[Array, "*B T"]
-    key_positions: Int[Array, "*B S"]
+    query_positions: Real[Array, "*B T"]
+    key_positions: Real[Array, "*B S"]
     query_segment_ids: Int[Array, "*B T"] | None
     key_segment_ids: Int[Array, "*B S"] | None
 
@@ -98,17 +99,20 @@ def _reach_of_head(
 ) -> KeyBlocks:
     """`reach` of one head of one batch row."""
     query_min, query_max = (x[:, None] for x in _block_min_max(query_indices, block_size))
-    key_min, key_max = _block_min_max(jnp.arange(key.shape[0], dtype=jnp.int32), block_size)
-    visible = jnp.ones((query_min.shape[0], key_min.shape[0]), bool)
+    key_indices = jnp.arange(key.shape[0], dtype=jnp.int32)
+    key_min, key_max = (x[None, :] for x in _block_min_max(key_indices, block_size))
+    visible = jnp.ones((query_min.shape[0], key_min.shape[1]), bool)
     if causal:
         visible &= key_min <= query_max
     if window is not None:
-        visible &= (key_max > query_min - window) & (key_min < query_max + window)
+        # Differences of indices fit int32; an index plus a window may not.
+        visible &= (query_min - key_max < window) & (key_min - query_max < window)
     if metadata.query_segment_ids is not None and metadata.key_segment_ids is not None:
         # The ranges of ids of two blocks must overlap; 0, which is padding, is in neither range.
         query_ids = _block_min_max(metadata.query_segment_ids, block_size, padding=0)
-        key_id_min, key_id_max = _block_min_max(metadata.key_segment_ids, block_size, padding=0)
+        key_ids = _block_min_max(metadata.key_segment_ids, block_size, padding=0)
         query_id_min, query_id_max = (x[:, None] for x in query_ids)
+        key_id_min, key_id_max = (x[None, :] for x in key_ids)
         visible &= (query_id_min <= key_id_max) & (key_id_min <= query_id_max)
     if slopes is None:
         share = jnp.where(visible, jnp.inf, 0.0)
@@ -168,11 +172,11 @@ def _log_weight_bound(
     norms = _in_blocks(norms * (1.0 + rounding), block_size, 0.0)[:, :, None]
     own_score = _in_blocks(own_score, block_size, jnp.inf)[:, :, None]
     max_key_norm = _in_blocks(key_norms, block_size, 0.0).max(axis=1)
-    score = (norms * max_key_norm - own_score).max(axis=1)
-    score = jnp.where(unbounded, jnp.inf, score)
+    score = (norms * max_key_norm[None, None, :] - own_score).max(axis=1)
+    score = jnp.where(unbounded[None, :], jnp.inf, score)
 
     query_min, query_max = (x[:, None] for x in _block_min_max(positions, block_size))
-    key_min, key_max = _block_min_max(key_positions, block_size)
+    key_min, key_max = (x[None, :] for x in _block_min_max(key_positions, block_size))
     relative_min, relative_max = key_min - query_max, key_max - query_min
     # The greatest bias is at an end of the range of distances, or at distance 0 inside the range.
     bias = jnp.maximum(
@@ -185,13 +189,13 @@ def _log_weight_bound(
     # distance, which lowers `count`.
     block_positions = _in_blocks(key_positions, block_size, None)
     weights_if_before = jnp.exp(
-        -jnp.maximum(past, 0.0) * (key_max[:, None] - block_positions).astype(jnp.float32)
+        -jnp.maximum(past, 0.0) * (key_max.T - block_positions).astype(jnp.float32)
     )
     weights_if_after = jnp.exp(
-        -jnp.maximum(future, 0.0) * (block_positions - key_min[:, None]).astype(jnp.float32)
+        -jnp.maximum(future, 0.0) * (block_positions - key_min.T).astype(jnp.float32)
     )
-    count = jnp.where(relative_max <= 0, weights_if_before.sum(axis=1), float(block_size))
-    count = jnp.where(relative_min >= 0, weights_if_after.sum(axis=1), count)
+    count = jnp.where(relative_max <= 0, weights_if_before.sum(axis=1)[None, :], float(block_size))
+    count = jnp.where(relative_min >= 0, weights_if_after.sum(axis=1)[None, :], count)
     return score + bias + jnp.log(count)
 
 
@@ -204,7 +208,7 @@ def norm_bound(x: Float[Array, "... H"]) -> Float[Array, "..."]:
 
 
 def _linear_bias(
-    past: Float[Array, ""], future: Float[Array, ""], relative: Int[Array, "..."]
+    past: Float[Array, ""], future: Float[Array, ""], relative: Real[Array, "..."]
 ) -> Float[Array, "..."]:
     """The linear bias of one head at `relative`, the key's position minus the query's."""
     return jnp.where(relative > 0, future, past) * (-jnp.abs(relative)).astype(jnp.float32)
@@ -212,15 +216,15 @@ def _linear_bias(
 
 def _in_blocks(x: Array, block_size: int, fill: float | bool | None) -> Array:
     """`x` as `[blocks, block_size]`, padded with `fill`, or its last entry if `fill` is None."""
-    padding = (0, -x.shape[0] % block_size)
+    padding = (0, padding_to_blocks(x.shape[0], block_size))
     if fill is None:
         return jnp.pad(x, padding, mode="edge").reshape(-1, block_size)
     return jnp.pad(x, padding, constant_values=fill).reshape(-1, block_size)
 
 
 def _block_min_max(
-    x: Int[Array, "T"], block_size: int, padding: int | None = None
-) -> tuple[Int[Array, "blocks"], Int[Array, "blocks"]]:
+    x: Real[Array, "T"], block_size: int, padding: int | None = None
+) -> tuple[Real[Array, "blocks"], Real[Array, "blocks"]]:
     """The least and the greatest number in each block, without the number that means padding."""
     blocks = _in_blocks(x, block_size, None)
     if padding is None:

@@ -64,8 +64,8 @@ def attention_statistics(
         scores *= size**-0.5
         chunk_bias = bias_between(bias, chunk, keys)
         if chunk_bias is not None:
-            scores += chunk_bias.astype(jnp.float32)
-        distance = chunk.indices[:, None] - keys.indices
+            scores += chunk_bias.astype(jnp.float32).reshape(-1, *scores.shape[1:])
+        distance = (chunk.indices[:, None] - keys.indices[None, :])[None, None]
         visible = distance >= 0
         shifted = jnp.where(visible, scores, -jnp.inf)
         shifted -= shifted.max(axis=-1, keepdims=True)
@@ -78,7 +78,7 @@ def attention_statistics(
             means = (weights * x).sum(axis=-1) / total[..., 0]
             return jnp.where(is_new, means, 0.0).sum(axis=-1)
 
-        new_scores = jnp.where(visible & is_new[:, None], scores, 0.0)
+        new_scores = jnp.where(visible & is_new[None, None, :, None], scores, 0.0)
         return AttentionStatistics(
             sums.entropy + sum_of_means(surprise),
             sums.distance + sum_of_means(distance),
@@ -91,7 +91,7 @@ def attention_statistics(
     return AttentionStatistics(
         sums.entropy / length,
         sums.distance / length,
-        sums.scores / jnp.arange(length, 0, -1, dtype=jnp.float32),
+        sums.scores / jnp.arange(length, 0, -1, dtype=jnp.float32)[None, None],
     )
 
 

@@ -11,6 +11,7 @@ from alibi_jax.attention.engines import ENGINES
 from alibi_jax.attention.visibility import Visibility
 from alibi_jax.biases import Bias, LinearBias
 from alibi_jax.biases.alibi import Slopes
+from alibi_jax.biases.distances import as_integer, as_positions, check_offset
 
 
 def check_arrays(query: Array, key: Array, value: Array) -> None:
@@ -34,36 +35,41 @@ def check_arrays(query: Array, key: Array, value: Array) -> None:
 
 
 def resolve_offset(
-    offset: int | Int[Array, ""] | None, length: int, key_length: int, causal: bool
+    offset: int | Int[Array, ""] | None, length: Any, key_length: Any, causal: bool
 ) -> int | Int[Array, ""]:
     """The index of the first query among the keys: `offset`, or by default S - T.
 
-    The result is an int, or an int32 JAX array if `offset` is a JAX array. An array is not checked.
-    Raises ValueError where any other offset leaves a causal query without a key of its own.
+    The result is an int, or an int32 JAX array if `offset` is a JAX array. An array is not checked,
+    and neither are symbolic sizes.
+    Raises ValueError where any other offset leaves a causal query without a key of its own, and
+    for an offset that is not an integer.
     """
-    if isinstance(offset, jax.Array) and jnp.issubdtype(offset.dtype, jnp.integer):
-        return offset.astype(jnp.int32)
-    if offset is not None and not isinstance(offset, int | np.integer):
-        raise ValueError(f"offset={offset!r} must be an integer: the first query's index")
-    if causal and length > key_length:
+    first = key_length - length if offset is None else check_offset(offset, length)
+    if isinstance(first, jax.Array):
+        return first
+    room = key_length - length
+    # Under `jax.export` a size may be symbolic; what cannot be compared is not checked.
+    if causal and isinstance(room, int) and room < 0:
         raise ValueError(
             f"causal attention of {length} queries over {key_length} keys: give each query a key "
             "of its own, or causal=False"
         )
-    first = key_length - length if offset is None else int(offset)
-    if causal and not 0 <= first <= key_length - length:
+    is_known = isinstance(first, int) and isinstance(room, int)
+    if causal and is_known and not 0 <= first <= room:
         raise ValueError(
             f"offset={first} puts {length} causal queries at indices {first} to "
-            f"{first + length - 1} of {key_length} keys: give an offset from 0 to "
-            f"{key_length - length}"
+            f"{first + length - 1} of {key_length} keys: give an offset from 0 to {room}"
         )
     return first
 
 
 def resolve_visibility(visibility: Visibility, query: Array, key: Array) -> Visibility:
-    """`visibility` with segment ids for each batch row; raises ValueError for invalid fields."""
+    """`visibility` in its simplest form; raises ValueError for invalid fields.
+
+    Each batch row has segment ids, positions are int32 or floating-point numbers, and a window that
+    hides no key is None.
+    """
     (batch, length, num_heads), key_length = query.shape[:3], key.shape[1]
-    _check_window(visibility.window)
     for name, x, tokens in (
         ("query_positions", visibility.query_positions, length),
         ("key_positions", visibility.key_positions, key_length),
@@ -78,7 +84,14 @@ def resolve_visibility(visibility: Visibility, query: Array, key: Array) -> Visi
     query_ids, key_ids = visibility.query_segment_ids, visibility.key_segment_ids
     _check_pair("segment_ids", query_ids, key_ids)
     _check_mask(visibility.mask, (batch, num_heads, length, key_length))
+    positions = visibility.query_positions, visibility.key_positions
+    query_positions, key_positions = (
+        None if x is None else jax.lax.stop_gradient(as_positions(x)) for x in positions
+    )
     return visibility._replace(
+        window=_resolve_window(visibility, length, key_length),
+        query_positions=query_positions,
+        key_positions=key_positions,
         query_segment_ids=None
         if query_ids is None
         else jnp.broadcast_to(query_ids, (batch, length)),
@@ -86,11 +99,22 @@ def resolve_visibility(visibility: Visibility, query: Array, key: Array) -> Visi
     )
 
 
-def _check_window(window: int | None) -> None:
-    if window is not None and not isinstance(window, int | np.integer):
-        raise ValueError(f"window={window} must be an integer: a number of keys")
-    if window is not None and window < 1:
+def _resolve_window(visibility: Visibility, length: Any, key_length: Any) -> int | None:
+    """The window as a Python integer below 2^31, or None if it is known to hide no key."""
+    if visibility.window is None:
+        return None
+    window = as_integer(visibility.window)
+    if window is None:
+        raise ValueError(f"window={visibility.window} must be an integer: a number of keys")
+    if window < 1:
         raise ValueError(f"window={window} must be at least 1: a query sees its own key")
+    offset = visibility.offset
+    # Indices are int32, so that no two of them differ by 2^31 or more.
+    farthest = 2**31 - 1
+    if isinstance(offset, int) and isinstance(length, int) and isinstance(key_length, int):
+        past, future = offset + length - 1, key_length - 1 - offset
+        farthest = past if visibility.causal else max(past, future)
+    return None if window > farthest else window
 
 
 def _check_pair(name: str, of_queries: Any, of_keys: Any) -> None:

@@ -4,9 +4,10 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Real
 
 from alibi_jax.biases import Bias
+from alibi_jax.biases.distances import same_rank
 
 
 class Visibility(NamedTuple):
@@ -20,8 +21,8 @@ class Visibility(NamedTuple):
     # Index of the first query among the keys.
     offset: int | Int[Array, ""] = 0
     # None: the indices among the keys.
-    query_positions: Int[Array, "*#B T"] | None = None
-    key_positions: Int[Array, "*#B S"] | None = None
+    query_positions: Real[Array, "*#B T"] | None = None
+    key_positions: Real[Array, "*#B S"] | None = None
     # None: all tokens belong to one segment.
     query_segment_ids: Int[Array, "B T"] | None = None
     key_segment_ids: Int[Array, "B S"] | None = None
@@ -36,13 +37,13 @@ class TokenMetadata(NamedTuple):
     """
 
     indices: Int[Array, "T"]
-    positions: Int[Array, "*B T"]
+    positions: Real[Array, "*B T"]
     segment_ids: Int[Array, "*B T"] | None
     features: Any
 
 
 def token_metadata(
-    visibility: Visibility, length: int, key_length: int, query_features: Any, key_features: Any
+    visibility: Visibility, length: Any, key_length: Any, query_features: Any, key_features: Any
 ) -> tuple[TokenMetadata, TokenMetadata]:
     """Metadata of `length` queries and of `key_length` keys."""
     query_indices = jnp.arange(length, dtype=jnp.int32) + visibility.offset
@@ -83,22 +84,22 @@ def visible_pairs(
     *,
     causal: bool,
     window: int | None,
-    num_keys: int | None = None,
+    num_keys: Any = None,
 ) -> Bool[Array, "*B T S"] | None:
     """True where a query sees a key, `[T, S]` or `[B, 1, T, S]`; None where each query sees all.
 
     Keys with an index of `num_keys` or more are padding. A `Visibility.mask` is not applied here.
     """
     conditions = []
-    relative = keys.indices - queries.indices[:, None]
+    relative = keys.indices[None, :] - queries.indices[:, None]
     if causal:
         conditions.append(relative <= 0)
     if window is not None:
         conditions.append(jnp.abs(relative) < window)
     if num_keys is not None:
-        conditions.append(jnp.broadcast_to(keys.indices < num_keys, relative.shape))
+        conditions.append(jnp.broadcast_to((keys.indices < num_keys)[None, :], relative.shape))
     if queries.segment_ids is not None and keys.segment_ids is not None:
         query_ids = queries.segment_ids[..., :, None]
         same = (query_ids == keys.segment_ids[..., None, :]) & (query_ids != 0)
         conditions.append(same[:, None] if same.ndim == 3 else same)
-    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+    return functools.reduce(jnp.logical_and, same_rank(*conditions)) if conditions else None

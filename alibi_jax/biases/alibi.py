@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
-from alibi_jax.biases.distances import positions_by_length, relative_positions
+from alibi_jax.biases.distances import per_head, positions_by_length, relative_positions
 
 Slopes = Float[Array, "N"] | Float[np.ndarray, "N"] | Sequence[float]
 
@@ -51,8 +51,9 @@ def alibi_bias(
 
     `[N, T, S]`, computed in float32 and cast to `dtype` last. `key_length` defaults to
     `query_length`. Keys have the positions 0 … S−1, and query t has the position `offset` + t.
-    `offset` defaults to S−T, which aligns the last query with the last key; it may be traced.
-    Raises ValueError for more queries than keys without an offset.
+    `offset`, an integer, defaults to S−T, which aligns the last query with the last key; it may
+    be traced. Raises ValueError for more queries than keys without an offset, and for an offset
+    that is not an integer.
 
     Press et al. 2021, "Train Short, Test Long", section 3. The absolute value makes the bias
     valid in both directions. The caller's attention applies the mask.
@@ -68,8 +69,8 @@ def alibi_bias(
 
 def alibi_bias_at(
     slopes: Slopes,
-    query_positions: Int[Array, "... T"],
-    key_positions: Int[Array, "... S"],
+    query_positions: Real[Array, "... T"],
+    key_positions: Real[Array, "... S"],
     *,
     future_slopes: Slopes | None = None,
     dtype: DTypeLike = jnp.float32,
@@ -77,9 +78,11 @@ def alibi_bias_at(
     """ALiBi's bias, −m·|i−j|, of queries at positions i over keys at positions j.
 
     `[..., N, T, S]`, computed in float32 and cast to `dtype` last; the leading axes of the
-    positions broadcast. If `future_slopes`, `[N]`, are given, keys after their query use them, so
-    that an encoder can distinguish the two directions. Raises ValueError unless there is one
-    slope, and one future slope if any, for each head.
+    positions broadcast. Positions need not be whole: integers are subtracted as int32, which is
+    exact, and floating-point numbers in at least float32. If `future_slopes`, `[N]`, are given,
+    keys after their query use them, so that an encoder can distinguish the two directions. Raises
+    ValueError unless there is one slope, and one future slope if any, for each head, and for
+    positions that are no numbers.
 
     Press et al. 2021, "Train Short, Test Long", section 3; for encoders
     ofirpress/attention_with_linear_biases#5.
@@ -88,14 +91,14 @@ def alibi_bias_at(
     past = jnp.asarray(slopes, jnp.float32)
     if past.ndim != 1:
         raise ValueError("slopes must be an array [N], one for each head: pass alibi_slopes(N)")
-    slope = past[:, None, None]
+    slope = per_head(past, relative.ndim)
     if future_slopes is not None:
         future = jnp.asarray(future_slopes, jnp.float32)
         if future.shape != past.shape:
             raise ValueError(
                 f"{future.size} future slopes for {past.size} slopes: give one for each head"
             )
-        slope = jnp.where(relative > 0, future[:, None, None], slope)
+        slope = jnp.where(relative > 0, per_head(future, relative.ndim), slope)
     # The TPU kernel (`_biased_scores` in attention/tpu/kernels.py) and the folded engine (`fold` in
     # attention/folded.py) restate this formula: change all three together.
     # The integer is negated, not the product: a key at its query's own position gets 0, not -0.
@@ -115,7 +118,7 @@ class LinearBias:
     future_slopes: Slopes | None = None
 
     def __call__(
-        self, query_positions: Int[Array, "... T"], key_positions: Int[Array, "... S"]
+        self, query_positions: Real[Array, "... T"], key_positions: Real[Array, "... S"]
     ) -> Float[Array, "... N T S"]:
         """The bias, float32."""
         return alibi_bias_at(

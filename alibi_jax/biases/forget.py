@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from alibi_jax.biases.distances import same_rank
+
 
 class Decay(NamedTuple):
     """The sum of the log gates up to each token, as a float32 `high` and its rounding error `low`.
@@ -73,7 +75,8 @@ def forget_bias_at(query_decay: Decay, key_decay: Decay) -> Float[Array, "... N 
 
     def differences(queries: Array, keys: Array) -> Array:
         queries, keys = (jnp.swapaxes(sums, -1, -2) for sums in (queries, keys))
-        return queries[..., :, None] - keys[..., None, :]
+        queries, keys = same_rank(queries[..., :, None], keys[..., None, :])
+        return queries - keys
 
     return differences(query_decay.high, key_decay.high) + differences(
         query_decay.low, key_decay.low

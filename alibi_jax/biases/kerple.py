@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
-from alibi_jax.biases.distances import distances, positions_by_length
+from alibi_jax.biases.distances import distances, per_head, positions_by_length
 
 
 def kerple_log_bias(
@@ -28,18 +28,18 @@ def kerple_log_bias(
 def kerple_log_bias_at(
     scale: Float[Array, "N"],
     rate: Float[Array, "N"],
-    query_positions: Int[Array, "... T"],
-    key_positions: Int[Array, "... S"],
+    query_positions: Real[Array, "... T"],
+    key_positions: Real[Array, "... S"],
 ) -> Float[Array, "... N T S"]:
     """KERPLE's logarithmic bias, −r₁·log(1 + r₂·|i−j|), for query positions i, key positions j.
 
-    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. `scale` is r₁ and
-    `rate` is r₂, both positive.
+    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. Positions need not be
+    whole. `scale` is r₁ and `rate` is r₂, both positive.
 
     Chi et al. 2022 (KERPLE), section 4.
     """
     distance = distances(query_positions, key_positions)[..., None, :, :]
-    return -_per_head(scale) * jnp.log1p(_per_head(rate) * distance)
+    return -per_head(scale, distance.ndim) * jnp.log1p(per_head(rate, distance.ndim) * distance)
 
 
 def kerple_power_bias(
@@ -65,20 +65,16 @@ def kerple_power_bias(
 def kerple_power_bias_at(
     scale: Float[Array, "N"],
     exponent: Float[Array, "N"],
-    query_positions: Int[Array, "... T"],
-    key_positions: Int[Array, "... S"],
+    query_positions: Real[Array, "... T"],
+    key_positions: Real[Array, "... S"],
 ) -> Float[Array, "... N T S"]:
     """KERPLE's power bias, −r₁·|i−j|^r₂, for query positions i and key positions j.
 
-    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. `scale` is r₁,
-    positive, and `exponent` is r₂, above 0 and at most 2.
+    Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. Positions need not be
+    whole. `scale` is r₁, positive, and `exponent` is r₂, above 0 and at most 2.
 
     Chi et al. 2022 (KERPLE), section 4.
     """
     distance = distances(query_positions, key_positions)[..., None, :, :]
     # JAX's derivative of 0^p with respect to p is 0, where the formula 0^p · log 0 gives NaN.
-    return -_per_head(scale) * distance ** _per_head(exponent)
-
-
-def _per_head(parameter: Float[Array, "N"]) -> Float[Array, "N 1 1"]:
-    return jnp.asarray(parameter, jnp.float32)[:, None, None]
+    return -per_head(scale, distance.ndim) * distance ** per_head(exponent, distance.ndim)

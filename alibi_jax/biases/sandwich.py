@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 
 from alibi_jax.angles import rotary_angles
-from alibi_jax.biases.distances import positions_by_length
+from alibi_jax.biases.distances import as_positions, per_head, positions_by_length
 
 
 def sandwich_ratios(num_heads: int) -> Float[Array, "N"]:
@@ -48,18 +48,19 @@ def sandwich_bias(
 
 def sandwich_bias_at(
     ratios: Float[Array, "N"],
-    query_positions: Int[Array, "... T"],
-    key_positions: Int[Array, "... S"],
+    query_positions: Real[Array, "... T"],
+    key_positions: Real[Array, "... S"],
     *,
     width: int = 128,
 ) -> Float[Array, "... N T S"]:
     """Sandwich's bias, (pᵢ·pⱼ − d/2) / ratio, for query positions i and key positions j.
 
     Float32 `[..., N, T, S]`; the leading axes of the positions broadcast. pᵢ is the sinusoidal
-    embedding of position i, of size d = `width`. Hence pᵢ·pⱼ = Σ cos((i−j)·10000^(−2k/d)) over k
-    from 0 to d/2−1. Subtracting d/2 does not change the softmax; it makes the bias 0 at distance 0
-    and negative elsewhere. Before the division, the error is at most 2e-5 for a width of 128, at
-    any positions. Raises ValueError unless `width` is even and positive.
+    embedding of position i, of size d = `width`; i need not be whole. Hence pᵢ·pⱼ = Σ
+    cos((i−j)·10000^(−2k/d)) over k from 0 to d/2−1. Subtracting d/2 does not change the softmax; it
+    makes the bias 0 at distance 0 and negative elsewhere. Before the division, the error is at most
+    2e-5 for a width of 128, at any positions. Raises ValueError unless `width` is even and
+    positive.
 
     Chi et al. 2023 (Sandwich), arXiv 2212.10356.
     """
@@ -69,15 +70,16 @@ def sandwich_bias_at(
         _sinusoids(key_positions, width),
         precision=jax.lax.Precision.HIGHEST,
     )
-    divisor = jnp.asarray(ratios, jnp.float32)[:, None, None]
-    return (products - width / 2)[..., None, :, :] / divisor
+    products = products[..., None, :, :]
+    return (products - width / 2) / per_head(ratios, products.ndim)
 
 
-def _sinusoids(positions: Int[Array, "... T"], width: int) -> Float[Array, "... T {width}"]:
+def _sinusoids(positions: Real[Array, "... T"], width: int) -> Float[Array, "... T {width}"]:
     """The cosines, then the sines, of each position's angles."""
     if width < 2 or width % 2:
         raise ValueError(
             f"width={width} must be even and positive: sines and cosines come in pairs"
         )
-    angles = rotary_angles(positions, 10000.0 ** (-np.arange(0, width, 2) / width))
+    frequencies = 10000.0 ** (-np.arange(0, width, 2) / width)
+    angles = rotary_angles(as_positions(positions), frequencies)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from alibi_jax.biases.distances import positions_by_length, relative_positions
+from alibi_jax.biases.distances import as_positions, positions_by_length, relative_positions
 
 
 def t5_buckets(
@@ -24,9 +24,9 @@ def t5_buckets(
     distances that are evenly spaced on a logarithmic scale up to `max_distance`. The last bucket
     also holds all larger distances.
 
-    Raises ValueError if a direction would have fewer than 2 buckets, if the two directions would
-    have different numbers of buckets, or if `max_distance` is not above the number of buckets that
-    hold one distance each in a direction.
+    Raises ValueError if positions are not integers, if a direction would have fewer than 2
+    buckets, if the two directions would have different numbers of buckets, or if `max_distance` is
+    not above the number of buckets that hold one distance each in a direction.
 
     Raffel et al. 2020 (T5), section 2.1, and `_relative_position_bucket` of its code.
     """
@@ -39,7 +39,12 @@ def t5_buckets(
             f"max_distance={max_distance} must be above {per_direction // 2}: "
             f"each distance below {per_direction // 2} has a bucket of its own"
         )
-    relative = jnp.asarray(relative_position, jnp.int32)
+    relative = as_positions(relative_position)
+    if not jnp.issubdtype(relative.dtype, jnp.integer):
+        raise ValueError(
+            f"T5 has a bucket for each whole distance, and positions are {relative.dtype}: "
+            "give integers"
+        )
     distance = jnp.abs(relative) if bidirectional else jnp.maximum(-relative, 0)
     bucket_starts = jnp.array(_bucket_starts(per_direction, max_distance), jnp.int32)
     # There are few boundaries: comparing with all of them is one fused pass, while a binary search

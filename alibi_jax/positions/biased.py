@@ -198,4 +198,4 @@ class Fox(PositionMethod):
             self.kernel[...].astype(x.dtype),
             preferred_element_type=jnp.float32,
         )
-        return jax.nn.log_sigmoid(logits + self.gate_bias[...])
+        return jax.nn.log_sigmoid(logits + self.gate_bias[...][None, None])

@@ -17,7 +17,8 @@ class Sinusoidal(PositionMethod):
         self, x: Float[Array, "B T D"], positions: Int[Array, "*#B T"]
     ) -> Float[Array, "B T D"]:
         """Token embeddings with sinusoidal embeddings added, in the dtype of `x`."""
-        return (x + sinusoidal(positions, x.shape[-1])).astype(x.dtype)
+        sinusoids = jnp.broadcast_to(sinusoidal(positions, x.shape[-1]), x.shape)
+        return (x + sinusoids).astype(x.dtype)
 
 
 class Shape(Sinusoidal):
@@ -98,4 +99,4 @@ class Learned(PositionMethod):
                 f"there is no embedding for a length of {length}"
             )
         rows = table.at[positions].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        return (x + rows).astype(x.dtype)
+        return (x + jnp.broadcast_to(rows, x.shape)).astype(x.dtype)

@@ -40,11 +40,12 @@ def transformer_xl(
     Dai et al. 2019 (Transformer-XL), section 3.3.
     """
     head_size, width = query.shape[-1], kernel.shape[0]
+    over_heads = tuple(range(query.ndim - 2))
+    content_bias, position_bias = (
+        jnp.expand_dims(x, over_heads) for x in (content_bias, position_bias)
+    )
     queries, keys = centre_positions(query_positions, key_positions)
     frequencies = frequencies_in_float64(width)
-    content_bias, position_bias = (
-        jnp.expand_dims(bias, range(query.ndim - 2)) for bias in (content_bias, position_bias)
-    )
 
     position_query = jnp.einsum(
         "...TNH,DNH->...TND",

@@ -166,7 +166,7 @@ def _active_pairs(
     key_ranges: KeyRanges, key_blocks: int
 ) -> Bool[Array, "rows query_blocks key_blocks"]:
     start, stop = key_ranges
-    index = jnp.arange(key_blocks, dtype=jnp.int32)
+    index = jnp.arange(key_blocks, dtype=jnp.int32)[None, None]
     return (start[..., None] <= index) & (index < stop[..., None])
 
 
