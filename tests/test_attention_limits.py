@@ -211,3 +211,11 @@ def test_no_array_is_broadcast_to_more_axes_silently(implementation):
 
     with jax.numpy_rank_promotion("raise"):
         jax.eval_shape(jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2)), *inputs)
+
+
+@pytest.mark.parametrize("implementation", [None, "dense", "blockwise"])
+@pytest.mark.parametrize("length", [4, 300])
+def test_values_may_have_no_features(implementation, length):
+    query = jnp.ones((1, length, 1, 2))
+    out = attention(query, query, jnp.ones((1, length, 1, 0)), implementation=implementation)
+    assert out.shape == (1, length, 1, 0)

@@ -320,3 +320,12 @@ def test_future_slopes_apply_to_keys_after_their_query():
 
 def test_the_number_of_heads_may_be_a_numpy_integer():
     np.testing.assert_array_equal(alibi_bias(np.int64(4), 3), alibi_bias(4, 3))
+
+
+@pytest.mark.parametrize("query_length", [0, 1, 4])
+def test_no_offset_puts_a_query_past_int32(query_length):
+    last = 2**31 - max(query_length, 1)
+    assert alibi_bias(2, query_length, 3, offset=last).shape == (2, query_length, 3)
+    for offset in (last + 1, 2**31 + 5, -(2**31) - 1):
+        with pytest.raises(ValueError, match="offset=.* is out of range"):
+            alibi_bias(2, query_length, 3, offset=offset)

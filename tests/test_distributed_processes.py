@@ -25,6 +25,8 @@ from helpers import (
 )
 
 from alibi_jax.checkpoints import Checkpoints
+from alibi_jax.distributed.processes import join
+from alibi_jax.distributed.rendezvous import LaunchError
 from alibi_jax.evaluation import EvaluationOptions, evaluate
 from alibi_jax.training.loop import train
 from alibi_jax.training.step import Trainer
@@ -471,3 +473,9 @@ def test_h2_evaluation_reads_parameters_in_less_than_twice_their_memory(
     size, more = map(int, output.split())
     assert size > 4e8
     assert more < 2 * size
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:", "localhost:²", "h:0", "h:65536"])
+def test_an_address_without_a_port_is_refused(address):
+    with pytest.raises(LaunchError, match=r"--coordinator=.* a port from 1 to 65535"):
+        join(address, 2, 0)

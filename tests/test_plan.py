@@ -334,6 +334,10 @@ def test_candidate_meshes_divide_everything_and_the_most_promising_come_first():
         ("v9:2x2", "known: v4, v5e, v5p, v6e"),
         ("cpu:0", "or cpu:8"),
         ("2*cpu:8", "or cpu:8"),
+        # Characters that `str.isdigit` takes for digits, and `int` does not.
+        ("cpu:²", "or cpu:8"),
+        ("v5e:²x2", "2[*]v5e:16x16 for two slices"),
+        ("²*v5e:2x2", "2[*]v5e:16x16 for two slices"),
         ("x*v5e:2x2", "2[*]v5e:16x16 for two slices"),
         ("0*v5e:2x2", "2[*]v5e:16x16 for two slices"),
         ("v5e:2x2,faster", "only ,search can follow"),

@@ -225,3 +225,8 @@ def test_a_learning_rate_that_float32_cannot_hold_is_refused(tiny_config, tmp_pa
 @pytest.mark.parametrize("value", [0.0, 3.4028234e38, 1.18e-38, 1])
 def test_numbers_of_float32_are_accepted(tiny_config, value):
     tiny_config({"optimizer.learning_rate": value}).check()
+
+
+def test_a_whole_number_that_no_float_holds_is_refused(tiny_config):
+    with pytest.raises(ConfigError, match=r"model\.dropout=inf must be a finite number in float32"):
+        tiny_config({"model.dropout": 10**400}).check()

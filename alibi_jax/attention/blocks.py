@@ -49,4 +49,5 @@ def join_blocks(blocks: Array, axis: int) -> Array:
     """Concatenates blocks, which are stacked on axis 0, along `axis` of a block."""
     axis %= blocks.ndim - 1
     joined = jnp.moveaxis(blocks, 0, axis)
-    return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
+    size = joined.shape[axis] * joined.shape[axis + 1]
+    return joined.reshape(*joined.shape[:axis], size, *joined.shape[axis + 2 :])

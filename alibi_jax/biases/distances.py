@@ -53,7 +53,7 @@ def check_offset(offset: int | Int[Array, ""], query_length: object) -> int | In
     first = as_integer(offset)
     if first is None:
         raise ValueError(f"offset={offset!r} must be an integer: the first query's index")
-    known_length = query_length if isinstance(query_length, int) else 1
+    known_length = max(query_length, 1) if isinstance(query_length, int) else 1
     limit = _INT32.max - known_length + 1
     if not _INT32.min <= first <= limit:
         raise ValueError(

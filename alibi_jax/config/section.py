@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -65,9 +66,8 @@ def check_value(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if not fits:
         words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
         wanted = [f"{words[name]} {bound}" for name, bound in bounds.items() if bound is not None]
-        raise ConfigError(
-            f"{key}={value} must be a finite number in float32, {' and '.join(wanted)}"
-        )
+        kind = "finite number in float32" if isinstance(value, float) else "finite number"
+        raise ConfigError(f"{key}={value} must be a {kind}, {' and '.join(wanted)}")
 
 
 def _matches(value: Any, annotation: Any) -> bool:
@@ -98,8 +98,13 @@ class Section:
                 f"{type(self).__name__.lower()}.{name}={value!r} is a "
                 f"{type(value).__name__}: give a value of type {wanted}"
             )
-        # A whole number given for a float is stored as a float, so that it is written as a float.
-        super().__setattr__(name, float(value) if annotation is float else value)
+        if annotation is float:
+            # A whole number is stored as a float, so that it is written as a float.
+            try:
+                value = float(value)
+            except OverflowError:
+                value = math.inf if value > 0 else -math.inf
+        super().__setattr__(name, value)
 
     @classmethod
     def _check_name(cls, name: str) -> None:

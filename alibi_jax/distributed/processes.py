@@ -43,8 +43,12 @@ def join(
             f"--process_id={process_id} must be between 0 and {num_processes - 1}, one less than "
             f"--num_processes={num_processes}"
         )
-    if not coordinator.rpartition(":")[2].isdigit():
-        raise LaunchError(f"--coordinator={coordinator} must be the host:port of process 0")
+    port = coordinator.rpartition(":")[2]
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise LaunchError(
+            f"--coordinator={coordinator} must be the host:port of process 0, with a port from 1 "
+            "to 65535"
+        )
     connections = rendezvous(coordinator, num_processes, process_id, timeout)
     watch(process_id, num_processes, connections)
     # JAX's own way to stop takes SIGTERM for the whole program, and answers it only after a step.

@@ -61,7 +61,7 @@ class Watchdog:
         if maybe_peer_failure and self._peer_has_failed.wait(2.0):
             message = self._peer_failure_message()
         if self._exiting.acquire(blocking=False):
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            _print_error(message)
             self._send_to_all({"failed": self._process_id})
         if self._process_id == 0:
             self._all_disconnected.wait(2 * _GRACE)
@@ -121,7 +121,7 @@ class Watchdog:
         """Ends this process. Process 0 first waits for the others, up to a deadline."""
         if self._exiting.acquire(blocking=False):
             self._reported_peer_failure = True
-            print(f"error: {self._peer_failure_message()}", file=sys.stderr, flush=True)
+            _print_error(self._peer_failure_message())
             if self._process_id != 0:
                 os._exit(1)
             self._deadline = time.monotonic() + 2 * _GRACE
@@ -130,6 +130,12 @@ class Watchdog:
         else:
             # `exit_with_error` ends this process.
             self._deadline = float("inf")
+
+
+def _print_error(message: str) -> None:
+    # One write: with two, as `print` makes them, a line of another thread may come in between.
+    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.flush()
 
 
 # The watchdog of this process, once it has joined other processes.
@@ -156,7 +162,7 @@ def exit_with_error(message: str, code: int, *, maybe_peer_failure: bool = False
     if _watchdogs:
         _watchdogs[0].exit_with_error(message, code, maybe_peer_failure=maybe_peer_failure)
     sys.stdout.flush()
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    _print_error(message)
     # sys.exit is not used: it would wait for the threads of libraries, and after an error some of
     # them wait for each other.
     os._exit(code)

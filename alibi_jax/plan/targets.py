@@ -57,13 +57,13 @@ def open_target(text: str) -> Target:
     """
     count, star, slice_text = text.rpartition("*")
     kind, _, shape = slice_text.partition(":")
-    if kind == "cpu" and shape.isdigit() and int(shape) > 0 and not star:
+    if kind == "cpu" and shape.isdecimal() and int(shape) > 0 and not star:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", int(shape))
         return Target(text, jax.devices(), None)
     sizes = shape.split("x")
-    valid_count = not star or (count.isdigit() and int(count) > 0)
-    if kind not in DEVICES or not all(size.isdigit() for size in sizes) or not valid_count:
+    valid_count = not star or (count.isdecimal() and int(count) > 0)
+    if kind not in DEVICES or not all(size.isdecimal() for size in sizes) or not valid_count:
         raise ConfigError(
             f"--plan={text}: give a TPU and the shape of its slice, such as v5e:16x16 or v4:4x4x4 "
             f"(known: {', '.join(DEVICES)}), 2*v5e:16x16 for two slices, or cpu:8"
