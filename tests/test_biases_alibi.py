@@ -327,5 +327,5 @@ def test_no_offset_puts_a_query_past_int32(query_length):
     last = 2**31 - max(query_length, 1)
     assert alibi_bias(2, query_length, 3, offset=last).shape == (2, query_length, 3)
     for offset in (last + 1, 2**31 + 5, -(2**31) - 1):
-        with pytest.raises(ValueError, match="offset=.* is out of range"):
+        with pytest.raises(ValueError, match=r"offset=.* is out of range"):
             alibi_bias(2, query_length, 3, offset=offset)
