@@ -27,7 +27,8 @@ _PROFILE = flags.DEFINE_string(
 _STEP = flags.DEFINE_integer(
     "step",
     None,
-    "Go back to the checkpoint of this step and remove the later ones; default: the latest.",
+    "Go back to the checkpoint of this step and remove the later ones; default: the latest. Leave "
+    "it out to resume the run afterwards, or the run goes back again.",
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder of the run; default: runs/ and the name of the config file."

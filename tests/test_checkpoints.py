@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import pytest
 from helpers import assert_same_arrays, file_size_limit, flip, mesh_of
 
 from alibi_jax.checkpoints import FORMAT, CheckpointError, Checkpoints, Metadata
+from alibi_jax.checkpoints.errors import damage_named
 from alibi_jax.config import Checkpoint
 from alibi_jax.distributed.sharding import named_sharding
 from alibi_jax.evaluation import load_run
@@ -506,3 +508,26 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     assert before >= files - {"/commit_success.txt"}
     assert all(synced[path] == [unfinished] for path in synced if path.startswith(unfinished))
     assert synced["3/_CHECKPOINT_METADATA"] == synced["."] == ["3"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, "Too many open files"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        ValueError(f"UNKNOWN: Error reading [os_error_code='{errno.ESTALE}']"),
+    ],
+)
+def test_an_error_that_says_nothing_about_the_files_is_not_called_damage(tmp_path, error):
+    path = tmp_path / "10"
+    with (
+        pytest.raises(CheckpointError, match=r"/10 could not be read \(.*same command again"),
+        damage_named(path, "params"),
+    ):
+        raise error
+    (tmp_path / "5").mkdir()
+    with (
+        pytest.raises(CheckpointError, match=r"/10 is damaged \(params: gone\): give --step=5"),
+        damage_named(path, "params"),
+    ):
+        raise ValueError("gone")

@@ -1,6 +1,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -167,8 +168,10 @@ def test_only_what_no_process_is_writing_is_abandoned(atomic, tmp_path):
     assert list(tmp_path.iterdir()) == [hidden_by_others]
 
 
-def test_what_earlier_versions_left_is_abandoned_too(tmp_path):
-    (tmp_path / ".final.123-0a1b2c3d" / "inner").mkdir(parents=True)
+def test_the_files_of_users_and_of_other_machines_stay(tmp_path):
+    for name in (".notes.2024-12", ".thesis.2023-10", ".a.unfinished-other-host-12-0a1b2c3d"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+    (tmp_path / f".b.unfinished-{socket.gethostname()}-12-0a1b2c3d" / "inner").mkdir(parents=True)
     remove_abandoned(tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 3
     remove_abandoned(tmp_path / "missing")

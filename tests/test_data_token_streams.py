@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from helpers import file_size_limit, flip
 from alibi_jax.config import Data
 from alibi_jax.data import token_streams
 from alibi_jax.data.errors import DataError
+from alibi_jax.data.prepared import prepared
 from alibi_jax.data.token_streams import document_starts, token_stream
 from alibi_jax.data.tokenizers import BpeTokenizer, ByteTokenizer
 from alibi_jax.data.word_tokenizer import WordTokenizer
@@ -273,3 +275,16 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_good(tmp_path):
         process.send_signal(signal.SIGKILL)
     assert not kept(Data(data_dir=str(tmp_path / "data")))
     good_stream(tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "full"), MemoryError(), ImportError("x")])
+def test_a_passing_error_throws_no_prepared_folder_away(tmp_path, error):
+    def load(folder):
+        raise error
+
+    def make(folder):
+        (folder / "file").write_text("content")
+
+    with pytest.raises(type(error)):
+        prepared(tmp_path / "folder", load, make)
+    assert (tmp_path / "folder" / "file").read_text() == "content"

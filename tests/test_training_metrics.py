@@ -8,6 +8,14 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from alibi_jax.training.metrics import MetricsWriter
 
+# Lines of JSON that a metrics file cannot have.
+NO_NUMBERS = [
+    b'{"step": 2, "loss": 1e999}',
+    b'{"step": 2, "skipped_steps": null}',
+    b'{"step": true}',
+    b"[" * 100_000,
+]
+
 
 def write(workdir, resume_step, steps):
     with MetricsWriter(workdir, resume_step) as writer:
@@ -85,7 +93,8 @@ def test_a_value_that_is_not_finite_is_null(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    "bad", [b"", b"\xff", b'{"step": 2, "lo', b"[2]", b"2", b'{"loss": 1.0}', b"\0" * 90]
+    "bad",
+    [b"", b"\xff", b'{"step": 2, "lo', b"[2]", b"2", b'{"loss": 1.0}', b"\0" * 90, *NO_NUMBERS],
 )
 @pytest.mark.parametrize("before", [0, 1, 3])
 def test_a_damaged_line_is_named_and_left_out(tmp_path, bad, before):

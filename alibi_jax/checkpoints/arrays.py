@@ -18,8 +18,9 @@ def described(tree: Any) -> dict[str, dict[str, Any]]:
     """{"shape": list of sizes, "checksum": 16 hexadecimal digits} of each array, by dotted name.
 
     A checksum depends on the bits of all elements and on their indices in the array, but not on
-    devices, processes and shardings. A change of one element always changes it; any other change
-    leaves it as it is with a probability of about 2^-64. All processes must make the same calls.
+    devices, processes and shardings. A change of one element of at most 32 bits always changes it.
+    Any other change leaves it as it is with a probability of about 2^-64. All processes must make
+    the same calls.
     """
     sums = jax.device_get(jax.tree.map(_checksum, tree))
     return {

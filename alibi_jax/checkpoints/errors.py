@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import jax
 
-from alibi_jax.data.atomic import NO_ROOM
+from alibi_jax.data.atomic import NO_ROOM, NOT_DAMAGE
 
 
 class CheckpointError(ValueError):
@@ -33,6 +33,11 @@ def damage_named(path: pathlib.Path, part: str) -> Iterator[None]:
         if isinstance(cause, MemoryError | jax.errors.JaxRuntimeError):
             # The checkpoint is whole, and the devices have too little memory for it.
             raise cause from error
+        if _system_error(cause) in NOT_DAMAGE:
+            raise CheckpointError(
+                f"{path} could not be read ({_reason(cause)}): mend this, and give the same "
+                "command again"
+            ) from error
         raise CheckpointError(
             f"{path} is damaged ({part}: {_reason(cause)}): {_other_checkpoint(path)}"
         ) from error
@@ -101,16 +106,22 @@ def _root_cause(error: BaseException) -> BaseException:
     return error if cause is None else _root_cause(cause)
 
 
+def _system_error(error: BaseException) -> int | None:
+    """The number of the system's error, if it is one; tensorstore gives it in its text."""
+    if isinstance(error, OSError):
+        return error.errno
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    return None if number is None else int(number[1])
+
+
 def _reason(error: BaseException) -> str:
     """The text of an error in a few words."""
     text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno:
-        return os.strerror(error.errno)
+    if (number := _system_error(error)) is not None:
+        return os.strerror(number)
     if isinstance(error, json.JSONDecodeError):
         return "a file is not JSON"
     # Tensorstore's texts are long: a status, the path of a temporary file, an error of the system.
-    if system := re.search(r"os_error_code='(\d+)'", text):
-        return os.strerror(int(system[1]))
     if status := re.match(r"[A-Z_]+(?=: )", text):
         return f"{status[0]} in its files"
     return textwrap.shorten(text, 120, placeholder=" ...")

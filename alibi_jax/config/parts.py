@@ -146,7 +146,8 @@ class Optimizer(Section):
     # Steps over which the learning rate rises. If the schedule decays, it rises over at most
     # `train.steps` steps.
     warmup_steps: int = number(50, least=0, most=_LARGEST)
-    # The learning rate at the end of the decay, as a share of `learning_rate`.
+    # The learning rate one step after the last, where the decay ends, as a share of
+    # `learning_rate`.
     final_fraction: float = number(0.1, least=0, most=1)
     weight_decay: float = number(0.1, least=0)
     # `beta1` and `beta2` are the decay rates of AdamW's moments, `momentum` that of Nesterov SGD.
@@ -168,7 +169,8 @@ class Train(Section):
     accumulation: int = number(1, least=1, most=_LARGEST)
     seed: int = number(0, least=0, most=_LARGEST_SEED)
     # The greatest number of steps in a row that are skipped because their loss, their gradient or
-    # the state after them is not finite. The next such step ends the run.
+    # the state after them is not finite, counted from the start of the program. The next such step
+    # ends the run.
     max_skipped_steps: int = number(0, least=0, most=_LARGEST)
     log_every: int = number(10, least=1, most=_LARGEST)
     # Steps between two losses on the validation split (0: none), and the number of targets of

@@ -7,13 +7,19 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # The name of a file or directory that is not complete yet, as `_hidden_sibling` makes it.
-_HIDDEN = re.compile(r"\..+\.\d+-[0-9a-f]+(\.\w+)?")
+_HIDDEN = re.compile(r"\..+\.unfinished-(?P<host>.+)-\d+-[0-9a-f]{8}(\.\w+)?")
 # Errors of writing to a disk, a quota or a file that is full.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors of reading that say nothing about what is in a file.
+NOT_DAMAGE = (
+    *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE),
+    *(errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT),
+)
 
 
 @contextlib.contextmanager
@@ -77,11 +83,13 @@ def discard(directory: Path) -> None:
 def remove_abandoned(folder: Path) -> None:
     """Deletes what killed processes have left incomplete in a folder.
 
-    A process that is still writing holds a lock on what it writes, on this machine or another one.
-    On a file system without locks on directories (NFS), nothing is deleted.
+    Only what this machine has left is deleted, since a lock need not reach other machines. A
+    process that is still writing holds a lock on what it writes. On a file system without locks on
+    directories (NFS), nothing is deleted.
     """
     for path in folder.glob(".*"):
-        if _HIDDEN.fullmatch(path.name):
+        name = _HIDDEN.fullmatch(path.name)
+        if name is not None and name["host"] == socket.gethostname():
             with contextlib.suppress(OSError), _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 _delete(path)
 
@@ -138,7 +146,8 @@ def _full_disk_named(final: Path) -> Iterator[None]:
 
 
 def _hidden_sibling(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{path.suffix}")
+    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name}.unfinished-{writer}{path.suffix}")
 
 
 def _delete(path: Path) -> None:

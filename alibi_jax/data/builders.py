@@ -23,7 +23,7 @@ from tensorflow_datasets.core import read_only_builder
 from alibi_jax.config import Data, local_path
 from alibi_jax.data import text_files
 from alibi_jax.data.atomic import atomic_directory, remove_abandoned
-from alibi_jax.data.dataset_files import check_files, damage_named, write_checksums
+from alibi_jax.data.dataset_files import check_files, dataset_damage_named, write_checksums
 from alibi_jax.data.errors import DataError
 from alibi_jax.progress import on_terminal
 
@@ -142,7 +142,7 @@ class Documents:
     def __iter__(self) -> Iterator[bytes]:
         """Raises DataError for a document that is damaged."""
         for index in range(len(self.source)):
-            with damage_named(self.folder):
+            with dataset_damage_named(self.folder):
                 document = self.source[index][self.feature]
                 if document is None:
                     raise ValueError(f"document {index} is missing")
@@ -217,7 +217,7 @@ def open_documents(config: Data, split: str) -> Documents:
         )
     folder = Path(builder.data_dir)
     try:
-        with damage_named(folder):
+        with dataset_damage_named(folder):
             source = builder.as_data_source(split_name)
     except NotImplementedError:
         raise DataError(
@@ -249,17 +249,21 @@ def _open_builder(config: Data) -> tfds.core.DatasetBuilder:
             lambda data_dir: builder_class(config=builder_config, data_dir=data_dir),
         )
     try:
-        return read_only_builder.builder_from_files(config.dataset, data_dir=str(root))
+        builder = read_only_builder.builder_from_files(config.dataset, data_dir=str(root))
     except Exception as error:
         folder = root / re.split("[/:]", config.dataset)[0]
         if folder.is_dir() and not isinstance(error, tfds.core.DatasetNotFoundError):
-            with damage_named(folder):
+            with dataset_damage_named(folder):
                 raise
         raise DataError(
             f"data.dataset={config.dataset!r} is not prepared under {str(root)!r}: run "
             f"tfds build {config.dataset} --data_dir={root} --file_format=array_record, or give "
             "data.data_dir"
         ) from error
+    folder = Path(builder.data_dir)
+    with dataset_damage_named(folder):
+        check_files(folder)
+    return builder
 
 
 def _open_or_prepare(
@@ -282,7 +286,7 @@ def _open_or_prepare(
             write_checksums(Path(builder.data_dir))
             for path in Path(builder.data_dir).iterdir():
                 path.rename(staging / path.name)
-    with damage_named(final):
+    with dataset_damage_named(final):
         check_files(final)
         return tfds.builder_from_directory(final)
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from alibi_jax.data.atomic import NOT_DAMAGE
 from alibi_jax.data.errors import DataError
 
 _NAME = "checksums.json"
@@ -30,14 +31,16 @@ def check_files(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def damage_named(folder: Path) -> Iterator[None]:
+def dataset_damage_named(folder: Path) -> Iterator[None]:
     """Raises DataError, which names the folder of a dataset, for an error in the block."""
     try:
         yield
-    except (NotImplementedError, PermissionError):
-        # TFDS cannot read this format, or the user may not: the files may well be whole.
+    except (NotImplementedError, MemoryError):
+        # TFDS cannot read this format, or there is no memory: the files may well be whole.
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
+            raise
         raise DataError(
             f"{folder} is damaged ({' '.join(str(error).split())}): delete that folder, and give "
             "the same command again"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from alibi_jax.data.atomic import atomic_directory, discard, remove_abandoned
+from alibi_jax.data.atomic import NOT_DAMAGE, atomic_directory, discard, remove_abandoned
 from alibi_jax.data.errors import DataError
 
 Content = TypeVar("Content")
@@ -35,9 +35,11 @@ def prepared(
                 make(staging)
         try:
             return load(folder)
-        except PermissionError:
+        except (MemoryError, ImportError):
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in NOT_DAMAGE:
+                raise
             print(f"{folder} is damaged and is made again: {error}", file=sys.stderr, flush=True)
             discard(folder)
     raise DataError(

@@ -73,13 +73,14 @@ def check_shared(flag: str, folder: pathlib.Path) -> None:
     Process 0 writes a file with a new name, which the others must see. All processes must call it
     while process 0 holds the lock of the folder.
     """
-    if num_processes() == 1:
-        return
     is_first = jax.process_index() == 0
-    marker = f"{_MARKER}{secrets.token_hex(8)}"
     if is_first:
         for left_by_a_kill in folder.glob(f"{_MARKER}*"):
             left_by_a_kill.unlink(missing_ok=True)
+    if num_processes() == 1:
+        return
+    marker = f"{_MARKER}{secrets.token_hex(8)}"
+    if is_first:
         (folder / marker).touch()
     try:
         marker = from_process_zero(marker)

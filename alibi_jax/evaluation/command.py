@@ -6,9 +6,10 @@ import pathlib
 
 import jax
 
+from alibi_jax.checkpoints import Checkpoints
 from alibi_jax.config import local_path
 from alibi_jax.distributed import processes
-from alibi_jax.distributed.agreement import agree, digest
+from alibi_jax.distributed.agreement import agree, digest, process_zero_first
 from alibi_jax.distributed.folders import locked_folder
 from alibi_jax.evaluation.bootstrap import CONFIDENCE
 from alibi_jax.evaluation.eval_text import EvaluationText, Sample, read_text
@@ -59,6 +60,22 @@ def _evaluate(
         ),
         "start all processes with the same command and the same packages",
     )
+    for folder in folders:
+        # Before a folder for the results is made in a workdir that holds no run.
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.check_step(options.step)
+    out = out or folders[0] / "eval"
+    with locked_folder("out", out):
+        return _evaluate_into(out, folders, options, stop)
+
+
+def _evaluate_into(
+    out: pathlib.Path,
+    folders: list[pathlib.Path],
+    options: EvaluationOptions,
+    stop: processes.StopRequest,
+) -> int:
+    """Evaluates as `evaluate` does, into a folder that this evaluation holds."""
     runs = {folder: _load(folder, options) for folder in folders}
     train_lengths = {folder: run.config.train.length for folder, run in runs.items()}
     lengths = {folder: options.evaluation_lengths(n) for folder, n in train_lengths.items()}
@@ -71,56 +88,46 @@ def _evaluate(
     rescaled_runs = _rescaled_runs(runs, longest, options)
     judge_run = None if options.judge is None else _load_judge(options.judge, runs, options)
     texts = TextCache(options, list(itertools.chain.from_iterable(lengths.values())))
-    out = out or folders[0] / "eval"
     unfinished = UnfinishedLosses(out / "unfinished")
-    with locked_folder("out", out):
-        batch_numbers = itertools.count()
+    batch_numbers = itertools.count()
 
-        def should_stop() -> bool:
-            # A batch has the same number in all processes, so all stop after the same batch.
-            return stop.at(next(batch_numbers))
+    def should_stop() -> bool:
+        # A batch has the same number in all processes, so all stop after the same batch.
+        return stop.at(next(batch_numbers))
 
-        def evaluation_of(run: Run, rescaling: Rescaling) -> RunEvaluation:
-            text, sample = texts.of(run)
-            return RunEvaluation(run, rescaling, options, text, sample, unfinished, should_stop)
+    def evaluation_of(run: Run, rescaling: Rescaling) -> RunEvaluation:
+        text, sample = texts.of(run)
+        return RunEvaluation(run, rescaling, options, text, sample, unfinished, should_stop)
 
-        evaluations = {
-            (folder, rescaling): evaluation_of(runs[folder], rescaling)
-            for folder, rescaling in rescaled_runs
-        }
-        judge = None
-        if judge_run is not None:
-            # A judge is never rescaled.
-            unscaled = evaluations.get((judge_run.workdir, UNSCALED))
-            judge = unscaled or evaluation_of(judge_run, UNSCALED)
-            _check_judge(judge, list(evaluations.values()))
-        try:
-            entries = [
-                evaluate_run(evaluation, lengths[folder], attention_lengths[folder], judge)
-                for (folder, _), evaluation in evaluations.items()
-            ]
-        except KeyboardInterrupt:
-            processes.say(
-                f"stopped: the same command continues from the losses in {unfinished.folder}"
-            )
-            raise
-        asked = dataclasses.asdict(options) | {"confidence": CONFIDENCE}
-        results = {"version": VERSION} | provenance() | {"asked": asked, "runs": entries}
-        if jax.process_index() == 0:
-            from alibi_jax import report
+    evaluations = {
+        (folder, rescaling): evaluation_of(runs[folder], rescaling)
+        for folder, rescaling in rescaled_runs
+    }
+    judge = None
+    if judge_run is not None:
+        # A judge is never rescaled.
+        unscaled = evaluations.get((judge_run.workdir, UNSCALED))
+        judge = unscaled or evaluation_of(judge_run, UNSCALED)
+        _check_judge(judge, list(evaluations.values()))
+    try:
+        entries = [
+            evaluate_run(evaluation, lengths[folder], attention_lengths[folder], judge)
+            for (folder, _), evaluation in evaluations.items()
+        ]
+    except KeyboardInterrupt:
+        processes.say(f"stopped: the same command continues from the losses in {unfinished.folder}")
+        raise
+    asked = dataclasses.asdict(options) | {"confidence": CONFIDENCE}
+    results = {"version": VERSION} | provenance() | {"asked": asked, "runs": entries}
+    if jax.process_index() == 0:
+        from alibi_jax import report
 
-            written = report.write(results, out)
-            print(
-                report.table(results), *(f"wrote {path}" for path in written), sep="\n", flush=True
-            )
-        unfinished.discard()
-        return int(
-            any(
-                "error" in part
-                for entry in entries
-                for part in (*entry["rows"], *entry["attention"])
-            )
-        )
+        written = report.write(results, out)
+        print(report.table(results), *(f"wrote {path}" for path in written), sep="\n", flush=True)
+    unfinished.discard()
+    return int(
+        any("error" in part for entry in entries for part in (*entry["rows"], *entry["attention"]))
+    )
 
 
 class TextCache:
@@ -139,11 +146,14 @@ class TextCache:
         # Imported here: TFDS takes a second, which --help and a wrong flag need not wait for.
         from alibi_jax.data.builders import open_documents
 
-        key = (open_documents(data, options.split).fingerprint, run.tokenizer.fingerprint)
+        documents = process_zero_first("documents", lambda: open_documents(data, options.split))
+        key = (documents.fingerprint, run.tokenizer.fingerprint)
         remedy = "give all processes the same text"
         agree(lambda: {f"digest of the {options.split} text": digest(key[0])}, remedy)
         if key not in self._cache:
-            text = read_text(data, options.split, run.tokenizer, options.documents)
+            text = process_zero_first(
+                "text", lambda: read_text(data, options.split, run.tokenizer, options.documents)
+            )
             agree(
                 lambda: {
                     f"{options.split} tokens": f"{len(text.tokens)}, digest {text.digest[:16]}"

@@ -13,7 +13,7 @@ from alibi_jax.config import FROM_PATH, Config, Data, Mesh, flatten, from_dict, 
 from alibi_jax.data import tokenizers
 from alibi_jax.data.errors import DataError
 from alibi_jax.distributed import sharding
-from alibi_jax.distributed.agreement import agree, digest
+from alibi_jax.distributed.agreement import agree, digest, from_process_zero, process_zero_first
 from alibi_jax.model import abstract_model, check_model_fits
 
 
@@ -79,7 +79,8 @@ def load_run(
         LaunchError: where the processes find different checkpoints.
     """
     with Checkpoints(workdir) as checkpoints:
-        step = checkpoints.check_step(step)
+        # A run that is still in training may save a checkpoint between two processes' looks.
+        step = checkpoints.check_step(from_process_zero(checkpoints.check_step(step)))
         metadata = checkpoints.metadata(step)
         config = from_dict(metadata.config)
         tokenizer = tokenizers.from_dict(metadata.tokenizer)
@@ -126,12 +127,12 @@ def _recorded_data(
             raise ValueError(f"--data_path={data_path} does not exist: name the training text")
     try:
         data = recorded_data(data, text)
-        found = open_documents(data, "train").fingerprint
+        documents = process_zero_first("training text", lambda: open_documents(data, "train"))
     except (DataError, OSError) as error:
         raise ValueError(
             f"{workdir}: {error}, or name another place by --data_path or --data_dir"
         ) from error
-    if found != text:
+    if documents.fingerprint != text:
         raise ValueError(
             f"{workdir} was trained on another text than data.dataset={data.dataset!r} now gives: "
             "restore the training text"

@@ -39,8 +39,9 @@ def train(
     Ctrl-C).
 
     Raises:
-        ConfigError, DataError, CheckpointError, LaunchError, FolderError: before training begins;
-            the message is one line.
+        ConfigError, DataError, LaunchError, FolderError: before training begins; the message is
+            one line.
+        CheckpointError: before training begins, and when a save has failed.
         FloatingPointError: for numbers that are not finite, in a step that may not be skipped or
             in a validation loss; that step is not saved.
         KeyboardInterrupt: if the run was asked to stop before its first step.
@@ -84,7 +85,10 @@ def _train_in(
         check_same_config(saved, config, workdir)
         if saved.step >= config.train.steps:
             with Checkpoints(workdir, config.checkpoint) as checkpoints:
+                checkpoints.remove_after(saved.step)
                 checkpoints.remove_surplus()
+            if from_step is not None:
+                MetricsWriter(workdir, from_step).close()
             return saved.step
     start = 0 if saved is None else saved.step
     profiler = Profiler(traced_steps, workdir, start, config.train.steps)
@@ -234,23 +238,26 @@ class _TrainingLoop:
         """Counts and logs a skipped step. Raises FloatingPointError if it was not to be skipped."""
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row > self.trainer.config.train.max_skipped_steps:
-            state = "" if math.isnan(loss + grad_norm) else ", parameters or moments not finite"
-            raise self._not_finite(step, f"loss {loss}, gradient norm {grad_norm}{state}")
+            state = ", parameters or moments not finite" if math.isfinite(loss + grad_norm) else ""
+            skipped = self.skipped_in_a_row - 1
+            raise self._not_finite(
+                step,
+                f"loss {loss}, gradient norm {grad_norm}{state}"
+                + (f", after {skipped} skipped steps" if skipped else ""),
+                "; or raise train.max_skipped_steps, and the same run skips such steps",
+            )
         self.skipped_steps += 1
         if not self._logs(step):
             values = {"loss": loss, "grad_norm": grad_norm, "skipped_steps": self.skipped_steps}
             self.writer.write(step, values)
 
-    def _not_finite(self, step: int, numbers: str) -> FloatingPointError:
+    def _not_finite(self, step: int, numbers: str, remedy: str = "") -> FloatingPointError:
         """The error for a step with these numbers, once the running save is complete."""
         self.checkpoints.wait()
-        skipped = self.skipped_in_a_row - 1
         return FloatingPointError(
-            f"step {step}: {numbers}"
-            + (f", after {skipped} skipped steps" if skipped > 0 else "")
-            + f"; last good checkpoint: {self.checkpoints.latest_step() or 'none'}. Lower "
-            "optimizer.learning_rate or raise optimizer.warmup_steps, and give another --workdir; "
-            "or raise train.max_skipped_steps, and the same run skips such steps"
+            f"step {step}: {numbers}; last good checkpoint: "
+            f"{self.checkpoints.latest_step() or 'none'}. Lower optimizer.learning_rate or raise "
+            f"optimizer.warmup_steps, and give another --workdir{remedy}"
         )
 
     def _log(

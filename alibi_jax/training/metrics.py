@@ -54,6 +54,10 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files."""
         for file in (self._lines, self._board):
             if file is not None:
                 file.close()
@@ -142,9 +146,16 @@ class _AppendedFile:
 def _parse(line: bytes) -> dict[str, Any]:
     """The values of a line. Raises ValueError unless the line is a JSON object with a step."""
     # Earlier versions wrote NaN, which is no JSON.
-    values = json.loads(line, parse_constant=lambda _: None)
-    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+    try:
+        values = json.loads(line, parse_constant=lambda _: None)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
         raise ValueError("no step")
+    if type(values.get("skipped_steps", 0)) is not int:
+        raise ValueError("no number of skipped steps")
+    # A number such as 1e999 is read as infinity.
+    _as_line(values)
     return values
 
 

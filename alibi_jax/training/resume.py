@@ -2,7 +2,7 @@
 
 import pathlib
 
-from alibi_jax.checkpoints import Checkpoints, Metadata
+from alibi_jax.checkpoints import CheckpointError, Checkpoints, Metadata
 from alibi_jax.config import SCHEDULES, Config, ConfigError, flatten, from_dict
 from alibi_jax.data.tokenizers import Tokenizer
 
@@ -47,8 +47,12 @@ def check_same_text(
 
 def saved_metadata(workdir: pathlib.Path, step: int | None) -> Metadata | None:
     """The metadata of a step, or of the latest step; None for a run without checkpoints."""
-    if step is None and not (workdir / "checkpoints").is_dir():
-        return None
+    if not (workdir / "checkpoints").is_dir():
+        if step is None:
+            return None
+        raise CheckpointError(
+            f"--step={step}: {workdir} has no checkpoints: leave --step out to start a run"
+        )
     with Checkpoints(workdir) as checkpoints:
         if step is None and checkpoints.latest_step() is None:
             return None
