@@ -6,6 +6,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Real
 
+from alibi_jax.position_arrays import as_positions
+
 # The first 72 bits of 1/(2π), 12 bits in each of six numbers.
 _TURNS_PER_RADIAN = np.array(
     [
@@ -23,14 +25,18 @@ def rotary_angles(
 
     Float32 `[..., T, F]`, in radians, whatever the model's dtype: bfloat16 can't represent odd
     integers above 256. `frequencies` are in radians per position. Their float32 values count, or
-    all bits of a float64 array. Up to 16 radians, an angle is the float32 product. At 10^6 radians
-    the product would be off by 0.03, so larger angles lose whole turns, which are counted in
-    integers. Their error is below 2e-6 at positions between −2^31 and 2^31, for positions that are
-    not whole up to frequencies of 2π. The derivatives are the derivatives of the product.
+    the first 48 bits of a float64 array. Up to 16 radians, an angle is the float32 product. At 10^6
+    radians the product would be off by 0.03, so larger angles lose whole turns, which are counted
+    in integers. At positions between −2^31 and 2^31 their error is below 3e-6, for float32
+    frequencies and for float64 frequencies up to 1; for positions that are not whole, up to
+    frequencies of 2π. The derivatives are the derivatives of the product. Raises ValueError for
+    positions that int32 cannot represent.
 
     Su et al. 2021 (RoFormer), equation 15.
     """
-    positions = jnp.asarray(positions)
+    positions = as_positions(positions)
+    if not isinstance(frequencies, Array):
+        frequencies = np.asarray(frequencies)
     high = frequencies.astype(np.float32)
     angles = _angles(positions, jnp.asarray(high))
     if frequencies.dtype == np.float64:
@@ -80,7 +86,7 @@ def _units_per_position(
     """Frequencies in units of 2^-32 turns per position, less whole turns.
 
     Whole units, int32 `[F]`, and the rest between −½ and ½, float32 `[F]`, which together are
-    exact to 2^-28 units.
+    exact to 2^-24 units.
     """
     magnitude = jnp.abs(frequencies)
     # The first 12 bits of each frequency and the last 12. A product of two numbers of 12 bits has

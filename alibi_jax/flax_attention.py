@@ -207,6 +207,10 @@ def _precision_name(precision: Any) -> str | None:
             "jax.lax.DotAlgorithmPreset"
         )
     pair = precision if isinstance(precision, tuple | list) else (precision,)
+    if len(pair) > 2 or not all(isinstance(level, str | jax.lax.Precision) for level in pair):
+        raise ValueError(
+            f"precision={precision!r}: give None, a name, a jax.lax.Precision, or a pair of them"
+        )
     levels = [jax.lax.Precision(level) for level in pair]
     return max(levels, key=lambda level: level.value).name.lower()
 

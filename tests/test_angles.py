@@ -56,7 +56,7 @@ def test_any_frequency_has_exact_angles(positions, frequencies):
 
 @quick
 @given(
-    st.lists(st.floats(-(2.0**31), 2.0**31, width=32), min_size=4, max_size=4),
+    st.lists(st.floats(-(2.0**31), 2.0**31 - 128, width=32), min_size=4, max_size=4),
     st.lists(st.floats(-6, 6, width=32), min_size=8, max_size=8),
 )
 def test_positions_that_are_not_whole_have_exact_angles(positions, frequencies):
@@ -134,3 +134,11 @@ def test_what_is_not_finite_has_no_angle(value):
 
 def test_no_positions():
     assert rotary_angles(jnp.zeros((2, 0), jnp.int32), rotary_frequencies(8)).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize("position", [2**31, -(2**31) - 1, 2**32 + 1])
+def test_positions_past_int32_are_refused(position):
+    with pytest.raises(ValueError, match="do not fit 32 bits"):
+        rotary_angles(np.array([position]), rotary_frequencies(8))
+    with pytest.raises(ValueError, match="do not fit 32 bits"):
+        sinusoidal(np.array([position]), 8)

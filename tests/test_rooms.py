@@ -12,6 +12,7 @@ PACKAGE = ROOT / "alibi_jax"
 
 # From the mathematics to the programs; CONTRIBUTING.md has the same order with its reasons.
 ROOMS = (
+    "position_arrays",
     "angles",
     "biases",
     "rotations",
@@ -36,7 +37,7 @@ ROOMS = (
     "cli",
 )
 # The rooms that other people's models import, and the packages that these rooms may import.
-CORE = ("angles", "biases", "rotations", "embeddings", "attention")
+CORE = ("position_arrays", "angles", "biases", "rotations", "embeddings", "attention")
 CORE_IMPORTS = {"alibi_jax", "jax", "numpy", "jaxtyping"} | sys.stdlib_module_names
 
 

@@ -19,14 +19,12 @@ def dense(
     mask: Bool[Array, "*#B #N T S"] | None,
     dropout_rate: float = 0.0,
     dropout_key: Key[Array, ""] | None = None,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"], Bool[Array, ""]]:
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Computes softmax(query · key / sqrt(H) + bias) · value over the keys where `mask` is true.
 
     Returns the result, in the dtype of `query`, and the log-sum-exp of each row of scores, -inf
-    where the row sees nothing. The third result is true if all scores without bias and all results
-    are finite: a number of a query, key or value that is not finite shows in them. Scores, bias and
-    softmax are float32, or float64 where `query` is float64. Query head n reads key head n //
-    (N/K). Rows that see nothing are zero.
+    where the row sees nothing. Scores, bias and softmax are float32, or float64 where `query` is
+    float64. Query head n reads key head n // (N/K). Rows that see nothing are zero.
     """
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     batch, length, num_heads, size = query.shape
@@ -35,7 +33,6 @@ def dense(
     query = query.reshape(batch, length, num_kv_heads, group_size, size)
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=dtype)
     scores *= size**-0.5
-    all_finite = jnp.isfinite(scores).all()
 
     def group_heads(x: Array) -> Array:
         # [..., N, T, S] to [..., K, G, T, S]: the heads of a group are neighbours.
@@ -72,5 +69,4 @@ def dense(
     # The division comes after the product with the values: V divisions per row instead of S.
     out /= row_sum.transpose(0, 3, 1, 2)[..., None]
     out = out.astype(query.dtype).reshape(batch, length, num_heads, value.shape[-1])
-    all_finite &= jnp.isfinite(out).all()
-    return out, log_sum_exp.reshape(batch, num_heads, length).swapaxes(1, 2), all_finite
+    return out, log_sum_exp.reshape(batch, num_heads, length).swapaxes(1, 2)

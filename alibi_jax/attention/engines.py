@@ -10,12 +10,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Float, Key
 
 from alibi_jax.attention.blockwise import blockwise
-from alibi_jax.attention.finite import (
-    attend_to_finite,
-    dense_and_finite,
-    finite_metadata,
-    reached_by_visibility,
-)
+from alibi_jax.attention.dense import dense
 from alibi_jax.attention.folded import folded, folded_refusal
 from alibi_jax.attention.reach import reach
 from alibi_jax.attention.visibility import Visibility, bias_between, token_metadata, visible_pairs
@@ -62,59 +57,10 @@ def compute_attention(
     if query.size == 0 or key.size == 0:
         # There is no row, or no row sees a key.
         shape = query.shape[:3]
-        return jnp.zeros((*shape, value.shape[-1]), query.dtype), jnp.full(shape, -jnp.inf)
+        dtype = jnp.promote_types(query.dtype, jnp.float32)
+        out = jnp.zeros((*shape, value.shape[-1]), query.dtype)
+        return out, jnp.full(shape, -jnp.inf, dtype)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    compute: Callable[..., Any] = functools.partial(
-        _compute,
-        tolerance=tolerance,
-        implementation=implementation,
-        dropout_rate=dropout_rate,
-        return_residual=return_residual,
-    )
-    mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit in mesh.axis_types:
-        # No engine names the shardings of its arrays, so the compiler chooses them.
-        *rows, _ = jax.typeof(query).sharding.spec
-        compute = _with_auto_axes(compute, (jax.P(*rows, None), jax.P(*rows)))
-    return compute(query, key, value, bias, visibility, query_features, key_features, dropout_key)
-
-
-def _with_auto_axes(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:
-    """`function` with all axes of the mesh partitioned by the compiler.
-
-    Arguments that are no JAX arrays stay as they are.
-    """
-
-    def call(*arguments: Any) -> Any:
-        leaves, tree = jax.tree.flatten(arguments)
-        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
-
-        def call_with(arrays: dict[int, Array]) -> Any:
-            return function(
-                *jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
-            )
-
-        return jax.sharding.auto_axes(call_with, out_sharding=out_sharding)(arrays)
-
-    return call
-
-
-def _compute(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Bias | None,
-    visibility: Visibility,
-    query_features: Any,
-    key_features: Any,
-    dropout_key: Array | None,
-    *,
-    tolerance: float,
-    implementation: str | None,
-    dropout_rate: float,
-    return_residual: bool,
-) -> tuple[Array, Any]:
-    """`compute_attention` on a mesh without explicit axes."""
     platform = _platform(query)
     block_size = _BLOCK_SIZE.get(platform, _DEFAULT_BLOCK_SIZE)
     if dropout_rate == 0.0:
@@ -133,11 +79,6 @@ def _compute(
     engine = implementation or _choose_engine(platform, query, key, refusals)
     if refusals.get(engine):
         raise ValueError(f"implementation={engine!r} {refusals[engine]}")
-    query_positions, query_features, bad_queries = finite_metadata(
-        visibility.query_positions, query_features
-    )
-    key_positions, key_features, bad_keys = finite_metadata(visibility.key_positions, key_features)
-    visibility = visibility._replace(query_positions=query_positions, key_positions=key_positions)
     if engine == "dense":
         queries, keys = token_metadata(
             visibility, query.shape[1], key.shape[1], query_features, key_features
@@ -147,75 +88,114 @@ def _compute(
         if visible is not None:
             visible = visible if visible.ndim == 4 else visible[None, None]
             mask = visible if mask is None else mask & visible
-        return dense_and_finite(
-            dropout_rate,
+        return dense(
             query,
             key,
             value,
-            bias_between(bias, queries, keys),
-            mask,
-            bad_queries,
-            bad_keys,
-            dropout_key,
-        )
-
-    def attend(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
-        if engine == "pallas_tpu" and isinstance(bias, LinearBias):
-            from alibi_jax.attention.tpu.attention import pallas_tpu
-
-            out = pallas_tpu(
-                query,
-                key,
-                value,
-                jnp.asarray(bias.slopes),
-                reach(query, key, bias, visibility, block_size=block_size, tolerance=tolerance),
-                causal=visibility.causal,
-                offset=visibility.offset,
-                window=visibility.window,
-                query_segment_ids=visibility.query_segment_ids,
-                key_segment_ids=visibility.key_segment_ids,
-                block_size=block_size,
-                interpret=platform != "tpu",
-            )
-            return out, None
-        if engine == "folded" and isinstance(bias, LinearBias):
-            on_gpu = platform == "gpu" and query.dtype != jnp.float32
-            out = folded(
-                query,
-                key,
-                value,
-                bias.slopes,
-                window=visibility.window,
-                implementation="cudnn" if on_gpu else "xla",
-            )
-            return out, None
-        return blockwise(
-            query,
-            key,
-            value,
-            bias=bias,
-            visibility=visibility,
-            query_features=query_features,
-            key_features=key_features,
-            tolerance=tolerance,
+            bias=bias_between(bias, queries, keys),
+            mask=mask,
             dropout_rate=dropout_rate,
             dropout_key=dropout_key,
-            block_size=block_size,
-            # One draw for all heads drops the same weights on every mesh.
-            head_by_head=platform == "cpu"
-            and (bias is None or isinstance(bias, LinearBias))
-            and dropout_key is None
-            and not _partitioned_by_compiler(),
         )
+    compute: Callable[..., Any] = functools.partial(
+        _compute_in_blocks,
+        engine=engine,
+        platform=platform,
+        block_size=block_size,
+        tolerance=tolerance,
+        dropout_rate=dropout_rate,
+    )
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        # The loops of these engines name no shardings, so the compiler chooses them.
+        *rows, _ = jax.typeof(query).sharding.spec
+        compute = _with_auto_axes(compute, (jax.P(*rows, None), jax.P(*rows)))
+    return compute(query, key, value, bias, visibility, query_features, key_features, dropout_key)
 
-    return attend_to_finite(
-        attend,
+
+def _with_auto_axes(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:
+    """`function` with all axes of the mesh partitioned by the compiler.
+
+    Arguments that are no JAX arrays stay as they are. An array that a bias closes over is no
+    argument: on explicit axes JAX refuses it. A bias that is a `jax.tree_util.Partial` of its
+    arrays has them as arguments.
+    """
+
+    def call(*arguments: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arguments)
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+
+        def call_with(arrays: dict[int, Array]) -> Any:
+            return function(
+                *jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
+            )
+
+        return jax.sharding.auto_axes(call_with, out_sharding=out_sharding)(arrays)
+
+    return call
+
+
+def _compute_in_blocks(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Bias | None,
+    visibility: Visibility,
+    query_features: Any,
+    key_features: Any,
+    dropout_key: Array | None,
+    *,
+    engine: str,
+    platform: str,
+    block_size: int,
+    tolerance: float,
+    dropout_rate: float,
+) -> tuple[Array, Any]:
+    """`compute_attention` by an engine that never has all scores at once."""
+    if engine == "pallas_tpu" and isinstance(bias, LinearBias):
+        from alibi_jax.attention.tpu.attention import pallas_tpu
+
+        out = pallas_tpu(
+            query,
+            key,
+            value,
+            jnp.asarray(bias.slopes),
+            reach(query, key, bias, visibility, block_size=block_size, tolerance=tolerance),
+            causal=visibility.causal,
+            offset=visibility.offset,
+            window=visibility.window,
+            query_segment_ids=visibility.query_segment_ids,
+            key_segment_ids=visibility.key_segment_ids,
+            block_size=block_size,
+            interpret=platform != "tpu",
+        )
+        return out, None
+    if engine == "folded" and isinstance(bias, LinearBias):
+        out = folded(
+            query,
+            key,
+            value,
+            bias.slopes,
+            window=visibility.window,
+            implementation="cudnn" if platform == "gpu" and query.dtype != jnp.float32 else "xla",
+        )
+        return out, None
+    return blockwise(
         query,
         key,
         value,
-        bad_queries,
-        bad_keys,
-        lambda bad: reached_by_visibility(bad, visibility),
+        bias=bias,
+        visibility=visibility,
+        query_features=query_features,
+        key_features=key_features,
+        tolerance=tolerance,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        block_size=block_size,
+        # One draw for all heads drops the same weights on every mesh.
+        head_by_head=platform == "cpu"
+        and (bias is None or isinstance(bias, LinearBias))
+        and dropout_key is None
+        and not _partitioned_by_compiler(),
     )
 
 

@@ -59,9 +59,8 @@ class FlashSettings:
     """The settings of a flash attention, all known while tracing.
 
     `bias` maps its constants, its parameters and the metadata of queries and keys to a bias
-    `[..., t, s]`.
-    `visible` maps the metadata to true where a query sees a key, or to None if each query sees
-    each key.
+    `[..., t, s]`. `visible` maps the metadata to true where a query sees a key, or to None if each
+    query sees each key.
     """
 
     bias: Callable[[Any, Any, TokenMetadata, TokenMetadata], Array] | None

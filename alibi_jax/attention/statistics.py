@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from alibi_jax.attention.blocks import take_block, take_token_block
 from alibi_jax.attention.visibility import Visibility, bias_between, token_metadata
 from alibi_jax.biases import Bias
+from alibi_jax.biases.distances import same_rank
 
 # Scores that a device holds at a time: 16 MiB of float32, whatever the length.
 MAX_SCORES = 2**22
@@ -64,7 +65,8 @@ def attention_statistics(
         scores *= size**-0.5
         chunk_bias = bias_between(bias, chunk, keys)
         if chunk_bias is not None:
-            scores += chunk_bias.astype(jnp.float32).reshape(-1, *scores.shape[1:])
+            scores, chunk_bias = same_rank(scores, chunk_bias.astype(jnp.float32))
+            scores += chunk_bias
         distance = (chunk.indices[:, None] - keys.indices[None, :])[None, None]
         visible = distance >= 0
         shifted = jnp.where(visible, scores, -jnp.inf)

@@ -11,7 +11,7 @@ from alibi_jax.attention.engines import ENGINES
 from alibi_jax.attention.visibility import Visibility
 from alibi_jax.biases import Bias, LinearBias
 from alibi_jax.biases.alibi import Slopes
-from alibi_jax.biases.distances import as_integer, as_positions, check_offset
+from alibi_jax.position_arrays import as_integer, as_positions, check_offset
 
 
 def check_arrays(query: Array, key: Array, value: Array) -> None:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Real
 
-from alibi_jax.biases.distances import as_positions, distances, positions_by_length, same_rank
+from alibi_jax.biases.distances import distances, positions_by_length, same_rank
+from alibi_jax.position_arrays import as_positions
 
 # The number of queries that are computed at a time: the hidden units of all queries together would
 # take F/N times the memory of the bias.

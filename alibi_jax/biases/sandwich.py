@@ -7,7 +7,7 @@ from jax import Array
 from jaxtyping import Float, Int, Real
 
 from alibi_jax.angles import rotary_angles
-from alibi_jax.biases.distances import as_positions, per_head, positions_by_length
+from alibi_jax.biases.distances import per_head, positions_by_length
 
 
 def sandwich_ratios(num_heads: int) -> Float[Array, "N"]:
@@ -81,5 +81,5 @@ def _sinusoids(positions: Real[Array, "... T"], width: int) -> Float[Array, "...
             f"width={width} must be even and positive: sines and cosines come in pairs"
         )
     frequencies = 10000.0 ** (-np.arange(0, width, 2) / width)
-    angles = rotary_angles(as_positions(positions), frequencies)
+    angles = rotary_angles(positions, frequencies)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

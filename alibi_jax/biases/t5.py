@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from alibi_jax.biases.distances import as_positions, positions_by_length, relative_positions
+from alibi_jax.biases.distances import positions_by_length, relative_positions
+from alibi_jax.position_arrays import as_positions
 
 
 def t5_buckets(

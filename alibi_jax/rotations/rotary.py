@@ -6,6 +6,7 @@ from jax import Array
 from jaxtyping import Float, Real
 
 from alibi_jax.angles import rotary_angles
+from alibi_jax.position_arrays import as_positions
 from alibi_jax.rotations.frequencies import rotary_frequencies
 
 
@@ -54,11 +55,9 @@ def centre_positions(
     broadcast. There may be no queries or no keys. Methods that depend on differences of positions
     only give exactly the same results after a shift of all positions.
     """
-    queries, keys = jnp.asarray(query_positions), jnp.asarray(key_positions)
-    dtype = jnp.result_type(queries, keys)
+    queries, keys = as_positions(query_positions), as_positions(key_positions)
+    dtype = jnp.promote_types(queries.dtype, keys.dtype)
     whole = jnp.issubdtype(dtype, jnp.integer)
-    # The difference of two bfloat16 positions is not always a bfloat16.
-    dtype = jnp.int32 if whole else jnp.promote_types(dtype, jnp.float32)
     queries, keys = queries.astype(dtype), keys.astype(dtype)
     limits = jnp.iinfo(dtype) if whole else jnp.finfo(dtype)
     least, most = limits.min, limits.max
