@@ -134,11 +134,3 @@ def test_what_is_not_finite_has_no_angle(value):
 
 def test_no_positions():
     assert rotary_angles(jnp.zeros((2, 0), jnp.int32), rotary_frequencies(8)).shape == (2, 0, 4)
-
-
-@pytest.mark.parametrize("position", [2**31, -(2**31) - 1, 2**32 + 1])
-def test_positions_past_int32_are_refused(position):
-    with pytest.raises(ValueError, match="do not fit 32 bits"):
-        rotary_angles(np.array([position]), rotary_frequencies(8))
-    with pytest.raises(ValueError, match="do not fit 32 bits"):
-        sinusoidal(np.array([position]), 8)
