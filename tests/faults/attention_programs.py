@@ -146,22 +146,6 @@ def first_index(made, given):
     return made.shape[2] - made.shape[1] if made.offset is None else made.offset
 
 
-def poisoned(arrays, visible, kv_heads, seed, poison):
-    """The arrays with NaN or infinity in the slots that no query sees."""
-    if poison == "none":
-        return arrays
-    draw = np.random.default_rng(seed)
-    query, key, value = (x.copy() for x in arrays)
-    batch, heads, _, key_length = visible.shape
-    seen = visible.any(2).reshape(batch, kv_heads, heads // kv_heads, key_length).any(2)
-    unseen = ~seen.transpose(0, 2, 1)
-    bad = [np.nan, np.inf, -np.inf]
-    key[unseen], value[unseen] = draw.choice(bad), draw.choice(bad)
-    if poison == "keys and blind queries":
-        query[~visible.any(3).transpose(0, 2, 1)] = draw.choice(bad)
-    return [query, key, value]
-
-
 def is_valid(made):
     """Whether the arguments are such that some engine serves them."""
     _, length, key_length, *_ = made.shape
