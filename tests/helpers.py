@@ -94,3 +94,9 @@ def wait_for(condition, process):
     while not condition():
         assert process.poll() is None, process.communicate()[1][-3000:]
         time.sleep(0.001)
+
+
+def left_by_a_kill(path):
+    """The name of what a killed program of this machine leaves while it writes `path`."""
+    writer = f"{socket.gethostname()}-4194304-0a1b2c3d"
+    return path.with_name(f".{path.name}.unfinished-{writer}{path.suffix}")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from helpers import file_size_limit, flip
+from helpers import file_size_limit, flip, left_by_a_kill
 
 from alibi_jax.config import Data
 from alibi_jax.data import token_streams
@@ -177,7 +177,7 @@ def test_a_full_disk_is_named_and_the_same_call_goes_on(config):
 def test_litter_of_killed_programs_goes_at_the_next_start(config):
     token_stream(config, "train", ByteTokenizer())
     (folder,) = kept(config)
-    litter = folder.with_name(f".{folder.name}.4194304-0a1b2c3d")
+    litter = left_by_a_kill(folder)
     litter.mkdir()
     token_stream(config, "train", ByteTokenizer())
     assert list(folder.parent.iterdir()) == [folder]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pandas
 import pytest
-from helpers import file_size_limit, flip
+from helpers import file_size_limit, flip, left_by_a_kill
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -512,7 +512,7 @@ def test_what_a_killed_evaluation_left_goes_at_the_next_start(tmp_path):
     unfinished, identity = UnfinishedLosses(tmp_path / "out"), {"length": 16}
     unfinished.save(identity, np.ones(2, np.float32))
     (path,) = unfinished.folder.iterdir()
-    path.with_name(f".{path.name}.4194304-0a1b2c3d.npy").touch()
+    left_by_a_kill(path).touch()
     unfinished.load(identity, 2)
     assert list(unfinished.folder.iterdir()) == [path]
 

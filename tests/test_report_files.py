@@ -7,7 +7,7 @@ from pathlib import Path
 import made_up
 import pandas
 import pytest
-from helpers import file_size_limit
+from helpers import file_size_limit, left_by_a_kill
 from made_up import bare_row, bare_run
 
 from alibi_jax import report
@@ -71,7 +71,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_files(bare, tmp_path):
 
 
 def test_what_a_killed_evaluation_left_goes_at_the_next_start(bare, tmp_path):
-    (tmp_path / ".gone.svg.4194304-0a1b2c3d.svg").touch()
+    left_by_a_kill(tmp_path / "gone.svg").touch()
     paths = report.write(bare, tmp_path)
     assert set(tmp_path.iterdir()) == set(paths)
 
