@@ -26,7 +26,7 @@ def watch(folder, pipe, event=None, delay=0.0, number=signal.SIGKILL):
     """Writes one line to `pipe` for each event in `folder`: "os.rename from to".
 
     At event `event` (from 1) the process gets the signal `number` before the event happens; with a
-    `delay` the process is killed so many seconds later, wherever it then is.
+    `delay` the process is killed that number of seconds later, wherever it then is.
     """
     lines = os.open(pipe, os.O_WRONLY)
     folder = os.path.realpath(folder)

@@ -92,7 +92,7 @@ class Programs:
         return run
 
     def wait(self, runs, seconds):
-        """Waits until all `runs` have ended, at most so many seconds. Returns whether they have."""
+        """Waits at most `seconds` until all `runs` have ended. Returns whether they have."""
         deadline = time.monotonic() + seconds
         while any(run.code is None for run in runs):
             left = deadline - time.monotonic()
