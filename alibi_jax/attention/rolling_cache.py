@@ -96,7 +96,6 @@ def omitted_share(
 
     `key` holds each query's own key, `evicted_norm` the greatest norm of the keys at `distance`
     or more. No two of those keys may have the same position. The bound is at most 1 and never 0.
-    It is 1 where a number is not finite.
     """
     size, queries_per_key = query.shape[-1], query.shape[2] // key.shape[2]
     # The slack covers rounding: the scores and their bounds are sums of H products.
@@ -114,7 +113,6 @@ def omitted_share(
     log_share = max_score - own_score - bias + log_series + slack * magnitudes
     # The 1 % covers the rounding of exp and log. A share is at most 1. The lower limit keeps a
     # share that float32 cannot represent from becoming 0.
-    log_share = jnp.where(jnp.isnan(log_share), 0.0, log_share)
     return jnp.exp(jnp.clip(log_share + 0.01, -80.0, 0.0))
 
 
