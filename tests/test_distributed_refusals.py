@@ -198,7 +198,7 @@ def files(folder):
     return {path: path.read_bytes() for path in pathlib.Path(folder).rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_second_trainer_is_refused_until_the_first_ends(
     launch, launch_two, tiny_config, tmp_path, several
 ):
