@@ -22,7 +22,7 @@ def described(tree: Any) -> dict[str, dict[str, Any]]:
     Any other change leaves it as it is with a probability of about 2^-64. All processes must make
     the same calls.
     """
-    sums = jax.device_get(jax.tree.map(_checksum, tree))
+    sums = jax.device_get(_checksums(tree))
     return {
         name: {"shape": list(shape), "checksum": "".join(f"{half:08x}" for half in halves)}
         for (name, shape), halves in zip(shapes_of(tree).items(), jax.tree.leaves(sums))
@@ -44,6 +44,15 @@ def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 @jax.jit
+def _checksums(tree: Any) -> Any:
+    """The checksum of each array.
+
+    It is one program, because the devices of a CPU can wait for each other for ever if some 40
+    programs with collectives are running.
+    """
+    return jax.tree.map(_checksum, tree)
+
+
 def _checksum(array: Array) -> UInt32[Array, "2"]:
     """Two sums modulo 2^32, over all elements, of a hash of the element and its index.
 
