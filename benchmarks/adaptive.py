@@ -1,13 +1,13 @@
 """Measures the time of an adaptive vocabulary and of a single table, for several texts.
 
-    python benchmarks/adaptive.py [--length=1024] [--dtype=float32]
+    python benchmarks/adaptive.py [--length=1024] [--width=1024] [--dtype=float32]
 
 A step computes the embeddings, the loss, and the gradients of all parameters and hidden states. The
-vocabulary is the paper's: 267,735 words in bands of 20,000, of 40,000 and of the rest, with width
-1024. Each core is one device and has one row. Words are drawn with probabilities proportional to
-1/rank (Zipf's law), or all from the first band, or all from the last band. All vocabularies take
-turns in each of `--rounds` rounds. The table gives the median, the minimum and the maximum of the
-time, and of its ratio to the first line's time in the same round.
+vocabulary is the paper's: 267,735 words in bands of 20,000, of 40,000 and of the rest, by default
+with width 1024. Each core is one device and has one row. Words are drawn with probabilities
+proportional to 1/rank (Zipf's law), or all from the first band, or all from the last band. All
+vocabularies take turns in each of `--rounds` rounds. The table gives the median, the minimum and
+the maximum of the time, and of its ratio to the first line's time in the same round.
 """
 
 import dataclasses
@@ -28,12 +28,13 @@ from alibi_jax.model.adaptive_softmax import AdaptiveVocabulary
 from alibi_jax.model.vocabulary import Vocabulary
 
 _LENGTH = flags.DEFINE_integer("length", 1024, "Length of a row, in tokens.")
+_WIDTH = flags.DEFINE_integer("width", 1024, "Width of the hidden states.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Dtype of the hidden states."
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Number of rounds; their median is printed.")
 
-_WORDS, _WIDTH = 267_735, 1024
+_WORDS = 267_735
 _ADAPTIVE = "adaptive"
 _LAST_BAND_START = 60_000
 
@@ -42,7 +43,9 @@ def main() -> int:
     """Prints one table row per vocabulary."""
     jax.config.update("jax_platforms", "cpu")
     cli.start_devices()
-    model = Model(width=_WIDTH, num_heads=8, adaptive_cutoffs="20000,60000", dtype=_DTYPE.value)
+    model = Model(
+        width=_WIDTH.value, num_heads=8, adaptive_cutoffs="20000,60000", dtype=_DTYPE.value
+    )
     words = _words((jax.device_count(), _LENGTH.value))
     shares = [f"{(words >= cutoff).mean():.1%}" for cutoff in model.cutoffs]
     say(f"{jax.device_count()} rows of {_LENGTH.value}, {_DTYPE.value}, jax {jax.__version__}")
@@ -83,7 +86,7 @@ def _step(
     row_sharding = sharding.named_sharding(mesh, "batch", None)
     targets = jax.device_put(words, row_sharding)
     hidden = jax.device_put(
-        np.random.default_rng(1).normal(size=(*words.shape, _WIDTH)).astype(_DTYPE.value),
+        np.random.default_rng(1).normal(size=(*words.shape, _WIDTH.value)).astype(_DTYPE.value),
         sharding.named_sharding(mesh, "batch", None, None),
     )
 
