@@ -25,7 +25,11 @@ from alibi_jax.training.step import Trainer
 
 _CONFIG = cli.define_config(pathlib.Path(__file__).parent.parent / "configs" / "tiny.py")
 _LENGTHS = flags.DEFINE_list("lengths", ["1024", "65536"], "Lengths of the windows, in tokens.")
-_TARGETS = flags.DEFINE_integer("targets", 65536, "Targets per device; a multiple of each length.")
+_TARGETS = flags.DEFINE_integer(
+    "targets",
+    None,
+    "Targets per device, a multiple of each length; by default as many as the greatest length.",
+)
 
 _BATCH_TOKENS = 8192
 
@@ -40,7 +44,7 @@ def main() -> int:
             argument for argument in sys.argv[1:] if not argument.startswith("--lengths=")
         ]
         for length in lengths:
-            arguments = [f"--lengths={length}", f"--targets={max(lengths)}"]
+            arguments = [f"--lengths={length}", f"--targets={_TARGETS.value or max(lengths)}"]
             subprocess.run([sys.executable, sys.argv[0], *other_arguments, *arguments], check=True)
         return 0
     _measure(lengths[0])
@@ -55,7 +59,7 @@ def _measure(length: int) -> None:
     cli.start_devices()
     trainer = Trainer(config, 256, sharding.make_mesh())
     params = trainer.initial_state().params
-    targets = _TARGETS.value * jax.device_count()
+    targets = (_TARGETS.value or length) * jax.device_count()
     tokens = np.random.default_rng(0).integers(1, 256, 1 + targets)
     windows = evaluation_windows(np.array([0, len(tokens)]), length, length)
     scorer = Scorer(trainer.graphdef, trainer.mesh, _BATCH_TOKENS)
