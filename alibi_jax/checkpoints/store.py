@@ -147,7 +147,12 @@ class Checkpoints:
         with failed_save_named(self.path / str(step)):
             if self._failed_saves.error is not None:
                 raise self._failed_saves.error
-            saving.result()
+            try:
+                saving.result()
+            except Exception as error:
+                # Orbax may write its log later.
+                self._failed_saves.error = error
+                raise
             # Orbax notes the time of the rename, and renames, after it has called `_sync`.
             sync(self.path / str(step))
             sync(self.path, within=False)
