@@ -13,8 +13,8 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from alibi_jax.config import Config, ConfigError, check_key, fields_of, local_path
+from alibi_jax.config.paths import NO_ROOM
 from alibi_jax.console import secure_streams
-from alibi_jax.data.atomic import NO_ROOM
 from alibi_jax.distributed import processes, sharding
 
 _DEBUG = flags.DEFINE_bool("debug", False, "Show the traceback of an error.")

@@ -9,7 +9,7 @@ import signal
 import socket
 
 import pytest
-from helpers import free_port
+from helpers import file_size_limit, free_port
 
 from alibi_jax.distributed import folders
 from alibi_jax.distributed.folders import FolderError, check_shared, locked_folder
@@ -117,6 +117,19 @@ while done < 100:
     assert (tmp_path / "count").read_text() == "300"
 
 
+def test_a_folder_without_room_keeps_no_lock(tmp_path):
+    (tmp_path / "run").mkdir()
+    with (
+        file_size_limit(8),
+        pytest.raises(FolderError, match=r"run can't be written to \(File too large\): make room"),
+        locked_folder("workdir", tmp_path / "run"),
+    ):
+        pass
+    assert not list((tmp_path / "run").iterdir())
+    with locked_folder("workdir", tmp_path / "run"):
+        pass
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with (
@@ -164,7 +177,7 @@ def share(start_script):
     def run(*names):
         port = free_port()
         processes = [start_script(SEVERAL, port, number, name) for number, name in enumerate(names)]
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=600)[1] for process in processes]
         return [
             (process.returncode, [x for x in lines.splitlines() if x.startswith("error")])
             for process, lines in zip(processes, errors, strict=True)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import jax
 
-from alibi_jax.data.atomic import NO_ROOM, NOT_DAMAGE
+from alibi_jax.config.paths import NO_ROOM
+from alibi_jax.data.atomic import NOT_DAMAGE
 
 
 class CheckpointError(ValueError):

@@ -1,8 +1,12 @@
 """Paths that a flag or a key of the configuration gives."""
 
+import errno
 import pathlib
 
 from alibi_jax.config.section import ConfigError
+
+# Errors of writing to a disk, a quota or a file that is full.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def local_path(name: str, value: str) -> pathlib.Path:

@@ -11,10 +11,10 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from alibi_jax.config.paths import NO_ROOM
+
 # The name of a file or directory that is not complete yet, as `_hidden_sibling` makes it.
 _HIDDEN = re.compile(r"\..+\.unfinished-(?P<host>.+)-\d+-[0-9a-f]{8}(\.\w+)?")
-# Errors of writing to a disk, a quota or a file that is full.
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors of reading that say nothing about what is in a file.
 NOT_DAMAGE = (
     *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE),

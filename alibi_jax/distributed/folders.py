@@ -15,6 +15,7 @@ from typing import IO
 
 import jax
 
+from alibi_jax.config.paths import NO_ROOM
 from alibi_jax.distributed.agreement import (
     decide,
     from_process_zero,
@@ -115,13 +116,23 @@ def _acquire(flag: str, folder: pathlib.Path) -> IO[str]:
             "process": os.getpid(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         }
-        file.truncate(0)
-        file.write(json.dumps(holder))
-        file.flush()
-        os.fsync(file)
+        try:
+            file.truncate(0)
+            file.write(json.dumps(holder))
+            file.flush()
+            os.fsync(file)
+        except OSError:
+            path.unlink()
+            with contextlib.suppress(OSError):
+                # Closing writes what is left to write.
+                file.close()
+            raise
     except OSError as error:
+        remedy = "give another folder"
+        if error.errno in NO_ROOM:
+            remedy = "make room there, and give the same command again"
         raise FolderError(
-            f"--{flag}={folder} can't be written to ({error.strerror}): give another folder"
+            f"--{flag}={folder} can't be written to ({error.strerror}): {remedy}"
         ) from None
     return file
 
