@@ -11,6 +11,7 @@ writes {"ended": pid, "code": exit code}; the code is -9 for SIGKILL.
 import dataclasses
 import faulthandler
 import json
+import logging
 import os
 import resource
 import runpy
@@ -120,6 +121,8 @@ if __name__ == "__main__":
 
     for module in PRELOADED:
         __import__(module)
+    # A log during an import adds a handler, which a program that starts alone does not have.
+    logging.root.handlers.clear()
     keep_all_programs()
     become(serve())
     runpy.run_path(sys.argv[0], run_name="__main__")
