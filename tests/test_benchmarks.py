@@ -63,6 +63,15 @@ BENCHMARKS = {
             *(f"| {x} |" for x in OURS),
         ],
     ),
+    "checkpoint.py": Benchmark(
+        "--megabytes=1 --rounds=1",
+        [
+            "| call of save |",
+            "| until it is saved |",
+            "| restore all |",
+            "| restore parameters |",
+        ],
+    ),
     "depth.py": Benchmark(
         "--loop=2 --compile=1,3 --rounds=1",
         ["| 2 | in a loop |", "| 2 | one by one |", "| 1 |", "| 3 |"],
@@ -71,7 +80,6 @@ BENCHMARKS = {
         # Attention of up to 256 tokens does not use reach.
         f"--lengths=300 --tokens=300 --rounds=1 {SMALL_MODEL}",
         ["| 300 |"],
-        slow=False,
     ),
     "gpu_attention.py": Benchmark(
         "--device=cpu --lengths=512 --tokens=512 --heads=2 --head_size=16 --rounds=1",
@@ -80,7 +88,6 @@ BENCHMARKS = {
             for name in ("forward", "gradient")
             for engine in ("no bias", "dense", "blockwise", "folded")
         ],
-        slow=False,
     ),
     "long_evaluation.py": Benchmark(
         f"--lengths=16,32 --targets=64 {SMALL_MODEL}", ["| 16 |", "| 32 |"]
@@ -115,7 +122,6 @@ BENCHMARKS = {
     "throughput.py": Benchmark(
         f"--repeats=1 --multiples=1,2 {SMALL_MODEL}",
         ["training: ", "scoring at 16: ", "scoring at 32: "],
-        slow=False,
     ),
     "tpu_bundles.py": Benchmark("--length=1024", ["| forward |", "| backward |"], needs="libtpu"),
     "train_step.py": Benchmark(
