@@ -5,6 +5,7 @@ this file is read.
 """
 
 import atexit
+import collections
 import ctypes
 import functools
 import gc
@@ -20,16 +21,16 @@ import numpy as np
 import pytest
 from helpers import QUICK_COMPILE, REPOSITORY, free_port
 
-# Functions that take long to compile are compiled once for all workers and the programs that they
-# start. These inherit the variables; this process outlives them and deletes the folder.
+# Each function is compiled once for all workers and the programs that they start. These inherit the
+# variables; this process outlives them and deletes the folder.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     folder = tempfile.mkdtemp(prefix="alibi-jax-compiled-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # JAX read its variables when it was imported, before these two were set.
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 # XLA's earlier way of compiling loops takes half as long. The way that users' programs are compiled
 # is still tested: test_cli removes this flag, and with newer versions of JAX all tests run without
 # it, because those versions do not have it and would stop with an error.
@@ -54,8 +55,22 @@ TINY = {
 # A test process drops its compiled programs when it uses more memory than the limit: two processes
 # have to fit into the memory of a laptop. The limit rises if little is freed, so that the next
 # tests do not compile all over again.
-LEAST_LIMIT, HEADROOM = 10 * 2**28, 2**28
+LEAST_LIMIT, HEADROOM = 16 * 2**28, 2**28
 limit = LEAST_LIMIT
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks all but `count` variants of a test with `sample(count)` as slow, evenly spaced."""
+    variants = collections.defaultdict(list)
+    for item in items:
+        if mark := item.get_closest_marker("sample"):
+            variants[item.path, item.originalname, *mark.args].append(item)
+    for (*_, count), every in variants.items():
+        kept = {part * len(every) // count for part in range(count)}
+        for index, item in enumerate(every):
+            if index not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def resident_bytes():

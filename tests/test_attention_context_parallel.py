@@ -59,6 +59,7 @@ def assert_same(function, reference, arrays, tolerance=1e-5, **specs):
 
 @pytest.mark.parametrize("slopes", [None, "alibi"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.sample(2)
 def test_d8_sharded_attention_equals_unsharded(slopes, kv_heads):
     arrays = {"query": normal(0), "key": normal(1, kv_heads), "value": normal(2, kv_heads)}
     reference = attention
@@ -115,6 +116,7 @@ def unsharded(segment_ids=None, **arrays):
 @pytest.mark.parametrize(
     ("kv_heads", "slopes", "short_range"), [(4, STEEP, (1, 3)), (2, np.sort(STEEP), (1,))]
 )
+@pytest.mark.sample(2)
 def test_short_range_heads_among_others(kv_heads, slopes, short_range, segments):
     arrays = arrays_with_slopes(kv_heads, slopes)
     assert short_range_heads(slopes, kv_heads, 16) == short_range

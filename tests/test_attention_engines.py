@@ -144,6 +144,7 @@ def segments(key_length):
     ],
 )
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.sample(12)
 def test_d9_every_engine_is_the_oracle(
     path, length, more, heads, kv_heads, size, block, kwargs, monkeypatch
 ):
@@ -163,6 +164,7 @@ def test_d9_every_engine_is_the_oracle(
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("path", ["dense", "head_by_head", "all_heads"])
+@pytest.mark.sample(2)
 def test_d4_traced_offsets_and_segments_are_the_oracle(path, window, monkeypatch):
     given_arrays = arrays(100, 200, 4, 2, 8)
     ids = segments(200)
@@ -330,6 +332,7 @@ def scanned(layer):
 
 
 @pytest.mark.parametrize("method", PARAMETERS, ids=lambda method: method.__name__)
+@pytest.mark.sample(2)
 def test_parameters_of_a_bias_have_the_gradients_of_dense_attention(method, monkeypatch):
     expected = gradients_of(method, "dense")
     # The block size does not divide the length.

@@ -101,6 +101,7 @@ def assert_all_close(actual, expected, atol, rtol=0.0):
         (257, 3, 3, 64),
     ],
 )
+@pytest.mark.sample(2)
 def test_d9_folded_and_its_gradients_equal_the_oracle(length, heads, kv_heads, size):
     """jax-ml/jax#27224: lengths that are no multiple of a block."""
     inputs = arrays(length, heads, kv_heads, size, batch=2)
@@ -248,6 +249,7 @@ def test_other_kernels_take_folded_queries_and_keys(fused):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("length", "size"), [(64, 20), (1024, 64), (8192, 64)])
+@pytest.mark.sample(3)
 def test_error_of_scores_is_bounded(length, size, dtype):
     heads = 12
     slopes = alibi_slopes(heads)

@@ -40,6 +40,7 @@ def gradients(attend, inputs):
 
 @pytest.mark.parametrize("implementation", ["dense", "blockwise", "pallas_tpu", "folded"])
 @pytest.mark.parametrize("window", [9, 2**31 - 2, 2**31 - 1, 2**31, 2**64])
+@pytest.mark.sample(8)
 def test_a_window_that_hides_no_key_is_no_window(implementation, window, monkeypatch):
     monkeypatch.setattr(
         engines, "_BLOCK_SIZE", {"cpu": 128 if implementation == "pallas_tpu" else 4}
@@ -58,6 +59,7 @@ def test_a_window_that_hides_no_key_is_no_window(implementation, window, monkeyp
 
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.sample(2)
 def test_a_traced_offset_and_a_huge_window_do_not_overflow(implementation, causal, monkeypatch):
     monkeypatch.setattr(engines, "_BLOCK_SIZE", {"cpu": 4})
     query, key, value = arrays(9)
@@ -115,6 +117,7 @@ def test_distances_between_positions_need_not_be_whole():
 
 
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+@pytest.mark.sample(1)
 def test_attention_takes_positions_that_are_not_whole(implementation, monkeypatch):
     monkeypatch.setattr(engines, "_BLOCK_SIZE", {"cpu": 4})
     inputs, slopes = arrays(30), alibi_slopes(HEADS)
@@ -148,6 +151,7 @@ def test_positions_and_offsets_without_a_meaning_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("axis", [0, 2])
 @pytest.mark.parametrize("length", [16, 300])
+@pytest.mark.sample(2)
 def test_explicit_axes_are_jax_nn(length, axis):
     inputs = arrays(length)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
@@ -166,6 +170,7 @@ def test_explicit_axes_are_jax_nn(length, axis):
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
+@pytest.mark.sample(1)
 def test_a_bias_may_close_over_a_traced_integer(transform):
     inputs, weights = arrays(20), jnp.ones(HEADS)
     index = jnp.arange(20)
@@ -191,6 +196,7 @@ def test_a_bias_may_close_over_a_traced_integer(transform):
 
 
 @pytest.mark.parametrize("implementation", [None, "dense", "blockwise"])
+@pytest.mark.sample(2)
 def test_lengths_may_be_symbolic(implementation, monkeypatch):
     # The type checks of the tests cannot compare symbolic sizes.
     monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
@@ -217,6 +223,7 @@ def test_no_array_is_broadcast_to_more_axes_silently(implementation):
 
 @pytest.mark.parametrize("implementation", [None, "dense", "blockwise"])
 @pytest.mark.parametrize("length", [4, 300])
+@pytest.mark.sample(2)
 def test_values_may_have_no_features(implementation, length):
     query = jnp.ones((1, length, 1, 2))
     out = attention(query, query, jnp.ones((1, length, 1, 0)), implementation=implementation)

@@ -120,6 +120,7 @@ def lost(blocks, weights, block_size=BLOCK_SIZE):
 
 @pytest.mark.parametrize("tolerance", [NEGLIGIBLE, 1e-6, 1e-3, 0.1])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.sample(3)
 def test_left_out_is_at_most_the_tolerance_whatever_the_data(causal, tolerance):
     skipped = 0.0
     for slopes in (np.asarray(alibi_slopes(HEADS)), ODD_SLOPES):
@@ -168,6 +169,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 33)])
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sample(10)
 def test_left_out_is_at_most_the_tolerance_at_any_positions(name, causal, window):
     length, fields = LAYOUTS[name]
     slopes, tolerance = np.array([2.0, 0.3, -0.125, 0.02], np.float32), 0.02
@@ -224,6 +226,7 @@ def test_left_out_is_at_most_the_tolerance_for_any_shape(
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("tolerance", [1e-4, 0.1])
+@pytest.mark.sample(2)
 def test_left_out_comes_close_to_the_tolerance(causal, tolerance):
     """Data for which the bound is nearly exact: a lower bound would exceed the tolerance.
 
@@ -363,6 +366,7 @@ def with_gradients(**kwargs):
 
 
 @pytest.mark.parametrize("name", ["normal", "three times", "heavy", "opposed"])
+@pytest.mark.sample(2)
 def test_attention_and_its_gradients_are_those_without_a_tolerance(name, reaching):
     within_reach, whole = reaching
     query, key = DATA[name](*arrays(1, 600, 600, 8, 4, 16))

@@ -70,6 +70,7 @@ def ring_attention(query, key, value, slopes, causal, devices):
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.sample(2)
 def test_d8_ring_attention_is_the_whole(causal, engine):
     arrays = normal(0), normal(1, 2), normal(2, 2), alibi_slopes(HEADS)
     by_sequence = jax.P(None, "ring")

@@ -105,6 +105,7 @@ def biases(length):
 
 @pytest.mark.parametrize("name", biases(1))
 @pytest.mark.parametrize("chunk", [1, 4, 9])
+@pytest.mark.sample(4)
 def test_biases_in_chunks_are_the_oracle(name, chunk, monkeypatch):
     length = 9
     query, key = queries_and_keys(length)
@@ -129,6 +130,7 @@ def test_biases_in_chunks_are_the_oracle(name, chunk, monkeypatch):
     kv_heads=st.integers(1, 2),
     groups=st.integers(1, 2),
 )
+@pytest.mark.slow
 def test_any_shape_in_any_chunks_is_the_oracle(length, allowed, batch, kv_heads, groups):
     query, key = queries_and_keys(length, batch=batch, heads=kv_heads * groups, kv_heads=kv_heads)
     with pytest.MonkeyPatch.context() as patch:
@@ -147,6 +149,7 @@ def test_bfloat16_has_float32_scores():
 
 @pytest.mark.parametrize("length", [1, 2, 50])
 @pytest.mark.parametrize("chunk", [7, 50])
+@pytest.mark.sample(2)
 def test_uniform_attention_is_known(length, chunk, monkeypatch):
     in_chunks_of(chunk, monkeypatch, length=length)
     query, key = queries_and_keys(length)

@@ -112,11 +112,13 @@ def assert_is_oracle(inputs, blocks=None, tolerance=1e-5, interpret=True, **opti
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 192, 200, 257])
+@pytest.mark.sample(2)
 def test_d9_lengths_that_are_no_multiple_of_the_block(length):
     assert_is_oracle(arrays(length))
 
 
 @pytest.mark.parametrize(("length", "key_length"), [(1, 257), (64, 190), (192, 257)])
+@pytest.mark.sample(1)
 def test_d9_d4_the_queries_are_the_last_of_the_keys(length, key_length):
     assert_is_oracle(arrays(length, key_length), offset=key_length - length)
 

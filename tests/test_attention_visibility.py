@@ -61,6 +61,7 @@ def linear(query_positions, key_positions):
     ("chunks", "traced"),
     [([8], True), ([1] * 8, True), ([3, 5], True), ([1, 7], True), ([3, 5], False)],
 )
+@pytest.mark.sample(5)
 def test_b8_d4_chunks_over_a_cache_with_room_are_the_whole(chunks, traced):
     """A query's own key is at `offset`, not among the last keys: the cache has free slots."""
     query, key, value = arrays()
@@ -107,6 +108,7 @@ def test_d5_keys_in_a_rolling_cache_have_positions_other_than_their_slots():
 
 
 @pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.sample(3)
 def test_d8_queries_sharded_along_the_sequence_are_the_whole(shards):
     """NVIDIA/TransformerEngine#1046: a shard's first query is not query 0."""
     query, key, value = arrays(length=16, key_length=16)
@@ -130,6 +132,7 @@ def test_d8_queries_sharded_along_the_sequence_are_the_whole(shards):
 
 @pytest.mark.parametrize("mask_heads", [1, HEADS])
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.sample(5)
 def test_a_mask_hides_keys_from_queries(mask_heads, causal):
     query, key, value = arrays(length=5, key_length=5)
     mask = np.random.default_rng(3).random((2, mask_heads, 5, 5)) < 0.6

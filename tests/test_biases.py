@@ -141,6 +141,7 @@ def test_queries_that_do_not_fit_are_refused(bias):
 
 
 @pytest.mark.parametrize("chunks", [[8], [1] * 8, [3, 5], [1, 7]])
+@pytest.mark.sample(8)
 def test_b8_decoding_steps_are_rows_of_the_whole_bias(bias, chunks):
     step = jax.jit(bias.by_length, static_argnames=("query_length", "key_length"))
     steps = [
@@ -167,6 +168,7 @@ def test_d3_packed_positions_give_each_document_its_own_bias(bias):
     np.testing.assert_allclose(whole[:, 5:, 5:], second, **bias.tolerance)
 
 
+@pytest.mark.sample(3)
 def test_a3_bias_with_heads_sharded_is_the_whole_bias(bias):
     by_shard = jax.shard_map(
         lambda *weights: bias.by_length(*weights, 8),
@@ -177,6 +179,7 @@ def test_a3_bias_with_heads_sharded_is_the_whole_bias(bias):
     np.testing.assert_allclose(by_shard, bias.by_length(*bias.weights, 8), **bias.tolerance)
 
 
+@pytest.mark.sample(3)
 def test_d8_bias_of_a_shard_is_its_rows_of_the_whole(bias):
     size = 8
     rows = jax.shard_map(
@@ -201,6 +204,7 @@ def test_batches_by_broadcasting_and_by_vmap(bias):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
+@pytest.mark.sample(4)
 def test_c1_weights_of_any_dtype_are_computed_in_float32(bias, dtype):
     with jax.enable_x64(True):
         given = jax.tree.map(lambda weight: weight.astype(dtype), bias.weights)

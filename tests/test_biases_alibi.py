@@ -125,6 +125,7 @@ def test_a3_shard_has_its_global_slopes(num_heads, shards, shard, slopes):
 @pytest.mark.parametrize(
     ("num_heads", "shards"), [(8, 1), (8, 2), (8, 4), (8, 8), (12, 2), (12, 4)]
 )
+@pytest.mark.sample(2)
 def test_a3_bias_with_heads_sharded_is_the_whole_bias(num_heads, shards):
     mesh = devices_mesh(shards)
     by_shard_map = jax.shard_map(
@@ -183,6 +184,7 @@ def test_slopes_refuse_no_heads(num_heads):
     ],
 )
 @pytest.mark.parametrize("size", [4, 64])
+@pytest.mark.sample(2)
 def test_b1_b4_near_keys_are_favoured_at_any_head_size(slope, row, size):
     """With q·k = 0 only the bias acts, and 1/sqrt(head size) does not scale it."""
     key = jax.random.normal(jax.random.key(0), (1, 4, 1, size))

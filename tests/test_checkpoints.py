@@ -79,6 +79,7 @@ def trained(tiny_config, tmp_path_factory):
         ({"keep": 1, "keep_every": 4}, [4, 6]),
     ],
 )
+@pytest.mark.sample(2)
 def test_keep_rules(tmp_path, rules, left):
     save(tmp_path, range(1, 7), **rules)
     assert kept(tmp_path) == left

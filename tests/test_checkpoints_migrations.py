@@ -35,6 +35,7 @@ def lines(workdir):
 
 
 @pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (1, 2, 2, 2)])
+@pytest.mark.sample(1)
 def test_a_run_of_format_2_goes_on_as_it_did(sizes, data_dir, tmp_path):
     config = config_of(data_dir)
     mesh = config.mesh

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from helpers import QUICK_COMPILE
 
 from alibi_jax.checkpoints import Checkpoints, Metadata
 from alibi_jax.config import Checkpoint, Config
@@ -41,6 +42,8 @@ def get_config():
     config.optimizer.warmup_steps = 1
     return config
 """
+# The environment in which programs are compiled as users' programs are.
+FULL_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 PROGRESS = re.compile(r"^.+: (step|window|document|byte) [\d,]+( of [\d,]+)?(, loss .* tokens/s)?$")
 
 
@@ -60,7 +63,7 @@ def start(script, *arguments, cwd, **environment):
         [sys.executable, str(ROOT / script), *map(str, arguments)],
         cwd=cwd,
         # The embedded corpus is never to be prepared in the home directory.
-        env=kept | {"TFDS_DATA_DIR": str(cwd / "tfds")} | environment,
+        env=kept | QUICK_COMPILE | {"TFDS_DATA_DIR": str(cwd / "tfds")} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -70,7 +73,7 @@ def start(script, *arguments, cwd, **environment):
 def finish(process):
     """(exit code, standard output, lines of standard error that tell no progress)."""
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     # A log has whole lines only: nothing returns to the start of one, or moves up.
@@ -108,7 +111,8 @@ def trained(inputs):
                 f"--config={inputs / 'config.py'}",
                 f"--config.model.position={position}",
             )
-            code, out, lines = run("train.py", *arguments, f"--workdir={workdir}", cwd=inputs)
+            arguments += (f"--workdir={workdir}",)
+            code, out, lines = run("train.py", *arguments, cwd=inputs, **FULL_COMPILE)
             assert (code, lines) == (0, [])
             assert f"eval.py --workdir={workdir}" in out
             made[position] = workdir
@@ -160,6 +164,7 @@ def results(folder):
         (f"--compilation_cache={__file__}", ["test_cli.py is a file: give a folder"]),
     ],
 )
+@pytest.mark.sample(12)
 def test_train_refuses_what_is_typed_wrong(argument, says, tmp_path):
     refuses("train.py", "--workdir=run", argument, cwd=tmp_path, says=says)
 
@@ -180,6 +185,7 @@ def test_every_named_config_file_is_checked(inputs, tmp_path):
     refuses("train.py", config, "--flagfile=flags", cwd=tmp_path, says=["modle", "'model'?"])
 
 
+@pytest.mark.slow
 def test_a_tilde_is_the_home_folder_in_every_path(inputs, tmp_path):
     home, here = tmp_path / "home", tmp_path / "here"
     here.mkdir()
@@ -214,6 +220,7 @@ def test_a_tilde_is_the_home_folder_in_every_path(inputs, tmp_path):
     assert not list(here.iterdir())
 
 
+@pytest.mark.slow
 def test_work_is_not_lost_where_nothing_can_be_printed(inputs, tmp_path):
     train = f'exec "{sys.executable}" {ROOT / "train.py"} --config={inputs / "config.py"}'
     # Nobody reads standard output, and standard error is closed.
@@ -239,6 +246,7 @@ def test_a_program_that_may_start_no_thread_says_so_and_ends(inputs, tmp_path):
     refuses(program, f"--config={inputs / 'config.py'}", "--workdir=run", cwd=tmp_path, says=says)
 
 
+@pytest.mark.slow
 def test_results_are_printed_in_ascii_where_nothing_else_can_be(trained, tmp_path):
     quick = "--lengths=1x,2x", "--protocols=nonoverlapping,fixed", "--targets=32", "--passage=8"
     arguments = (f"--workdir={trained('alibi')}", "--attention=", "--out=out", *quick)
@@ -281,6 +289,7 @@ IMPORT = "from alibi_jax.config import Config, Model\n"
         ),
     ],
 )
+@pytest.mark.sample(4)
 def test_train_refuses_a_config_file_that_is_wrong(text, says, tmp_path):
     (tmp_path / "c.py").write_text(text)
     # An override as well: it is not to hide what is wrong with the file.
@@ -307,6 +316,7 @@ def texts(tmp_path_factory):
         ("short.txt", ["train.length=32", "33 tokens", "choose a shorter train.length"]),
     ],
 )
+@pytest.mark.sample(2)
 def test_train_refuses_text_that_is_none(name, says, inputs, texts, tmp_path):
     path = texts / name
     says = [path.name if says[0] == "data.path" else "", *says]
@@ -327,6 +337,7 @@ def test_train_refuses_text_that_is_none(name, says, inputs, texts, tmp_path):
         (4, ["--config.mesh.tensor=4"], ["model.num_heads=2", "4 devices", "multiple of 4"]),
     ],
 )
+@pytest.mark.sample(2)
 def test_train_refuses_what_does_not_fit_the_devices(devices, arguments, says, inputs, tmp_path):
     config = ("--workdir=run", f"--config={inputs / 'config.py'}")
     environment = {"JAX_NUM_CPU_DEVICES": str(devices)}
@@ -376,6 +387,7 @@ def test_help_names_the_flags(script, tmp_path):
     assert ("--config:" in out) == (script == "train.py")
 
 
+@pytest.mark.slow
 def test_a_smoke_run_needs_no_other_warm_up(inputs, tmp_path):
     arguments = (f"--config={inputs / 'config.py'}", "--config.optimizer.warmup_steps=50")
     code, out, lines = run("train.py", *arguments, "--config.train.steps=2", cwd=tmp_path)
@@ -383,6 +395,7 @@ def test_a_smoke_run_needs_no_other_warm_up(inputs, tmp_path):
     assert "optimizer.warmup_steps=50 is more than train.steps=2" in out
 
 
+@pytest.mark.slow
 def test_steps_are_traced_and_programs_kept(inputs, tmp_path):
     arguments = (
         f"--config={inputs / 'config.py'}",
@@ -415,6 +428,7 @@ def test_metrics_have_a_line_a_logged_step(trained):
         (["--workdir=x", "--coordinator=localhost:1"], ["--coordinator", "--num_processes"]),
     ],
 )
+@pytest.mark.sample(2)
 def test_eval_refuses_without_a_run(arguments, says, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
@@ -434,6 +448,7 @@ def test_eval_refuses_what_cannot_be_meant(argument, says, trained, tmp_path):
     refuses("eval.py", f"--workdir={workdir}", argument, "--out=out", cwd=tmp_path, says=says)
 
 
+@pytest.mark.slow
 def test_eval_refuses_parameters_that_do_not_fit_their_metadata(tmp_path):
     config = Config()
     config.model.width, config.model.num_heads, config.model.num_layers = 16, 2, 1
@@ -450,7 +465,12 @@ def test_g4_alibi_evaluates_past_its_training_length(inputs, trained):
     workdir = trained("alibi")
     quick = "--targets=32", "--passage=8"
     code, out, lines = run(
-        "eval.py", f"--workdir={workdir}", "--lengths=1x,8x,0.5x", *quick, cwd=inputs
+        "eval.py",
+        f"--workdir={workdir}",
+        "--lengths=1x,8x,0.5x",
+        *quick,
+        cwd=inputs,
+        **FULL_COMPILE,
     )
     assert (code, lines) == (0, [])
     (only,) = results(workdir / "eval")["runs"]
@@ -463,6 +483,7 @@ def test_g4_alibi_evaluates_past_its_training_length(inputs, trained):
         assert f"{row['perplexity']:.3f}" in out
 
 
+@pytest.mark.slow
 def test_g4_learned_says_why_it_has_no_number_past_its_table(inputs, trained, tmp_path):
     alibi, learned = trained("alibi"), trained("learned")
     code, out, lines = run(

@@ -144,6 +144,7 @@ def test_commands_are_found_on_the_pages():
     ]
 
 
+@pytest.mark.slow
 def test_the_figure_of_position_methods_is_drawn(run_block, checkout):
     run_block("python docs/draw_biases.py")
     assert (checkout / "docs/figures/biases.png").read_bytes().startswith(b"\x89PNG")

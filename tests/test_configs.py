@@ -94,6 +94,7 @@ def test_an_invalid_training_length_is_refused(name, length):
         config_of(f"paper/{name}.py", length)
 
 
+@pytest.mark.slow
 def test_projections_are_initialized_as_in_fairseq():
     """The standard deviations of fairseq's MultiheadAttention and of torch.nn.Linear's default."""
     config = config_of("paper/wikitext103.py")
@@ -140,6 +141,7 @@ ADDED_PARAMETERS = {"t5": 32 * 8, "learned": 512 * 1024, "alibi_learned": 8}
 
 
 @pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.sample(6)
 def test_wikitext103_of_every_position_method(position):
     config = config_of("paper/wikitext103.py")
     alibi = size(shapes(config, WORDS))

@@ -41,7 +41,7 @@ def run(start_script):
 
 def ends(processes):
     """(exit code, output, last line of standard error) of each process."""
-    outputs = [process.communicate(timeout=120) for process in processes]
+    outputs = [process.communicate(timeout=600) for process in processes]
     return [
         (process.returncode, output, errors.rpartition("\n")[0].rpartition("\n")[2])
         for process, (output, errors) in zip(processes, outputs, strict=True)
@@ -143,6 +143,7 @@ def test_the_other_processes_find_what_process_0_has_prepared(run, tmp_path):
     ("waiting", "number"),
     [("agreement.process_zero_first('', print)", "SIGTERM"), (compare({})[0], "SIGINT")],
 )
+@pytest.mark.sample(1)
 def test_a_signal_ends_a_process_that_waits_for_process_0(run, waiting, number):
     """Process 0 prepares for ever. Process 1 sends itself the signal while it waits."""
     signalled = (

@@ -130,6 +130,7 @@ def terminate(process, workdir):
 
 
 @pytest.mark.parametrize("stop", [kill_at_a_step, kill_in_the_middle_of_a_save, terminate])
+@pytest.mark.sample(1)
 def test_g5_the_same_command_resumes_as_if_never_stopped(
     train_as_users_do, run_config, undisturbed, tmp_path, stop
 ):
@@ -401,6 +402,7 @@ def test_h1_a_run_of_any_devices_is_restored_on_any_others(
         assert numbers(out)[1] == targets
 
 
+@pytest.mark.slow
 def test_two_terminals_as_in_docs_pods(tiny_config, tmp_path):
     """The commands of docs/pods.md, with another port and a smaller run."""
     page = (REPOSITORY / "docs" / "pods.md").read_text()

@@ -108,6 +108,7 @@ def test_different_numbers_of_processes_are_refused():
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"5\n"])
+@pytest.mark.sample(2)
 def test_other_clients_are_ignored(noise):
     def send_noise(port):
         for _ in range(50):

@@ -45,6 +45,7 @@ def test_a_signal_ends_a_process_that_hangs_after_a_step(start_script, number):
         ("step", [signal.SIGTERM, signal.SIGINT], "interrupted by a second signal"),
     ],
 )
+@pytest.mark.sample(1)
 def test_a_process_that_hangs_ends_soon_if_it_saves_nothing_or_is_told_twice(
     start_script, begun, numbers, reason
 ):
@@ -111,7 +112,7 @@ processes.announce_normal_exit()
 def test_all_processes_stop_after_the_same_step(start_script):
     count, port = 3, free_port()
     several = [start_script(ROUNDS, port, number, count) for number in range(count)]
-    outputs = [process.communicate(timeout=300) for process in several]
+    outputs = [process.communicate(timeout=600) for process in several]
     assert [process.returncode for process in several] == [0] * count, outputs
     first = outputs[0][0]
     assert [int(line.split()[0]) for line in first.splitlines()] == [*range(10)]
@@ -135,6 +136,7 @@ with processes.StopRequest(2.0) as stop:
 
 
 @pytest.mark.parametrize("target", [0, 1])
+@pytest.mark.sample(1)
 def test_a_run_that_hangs_ends_whichever_process_gets_the_signal(start_script, target):
     port = free_port()
     several = [start_script(ONE_HANGS, port, number) for number in range(2)]

@@ -82,6 +82,7 @@ def test_e5_near_positions_are_tight(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample(1)
 def test_e5_jit_vmap_and_shards_are_the_whole(layout):
     mesh = jax.make_mesh((8,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     positions = jnp.arange(64).reshape(2, 32)

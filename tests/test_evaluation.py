@@ -176,6 +176,7 @@ def test_f8_units_are_of_the_raw_text(entry, run, tokens, text):
     assert 0 < fixed["words"] < 40
 
 
+@pytest.mark.slow
 def test_f9_the_batch_changes_nothing(entry, evaluated):
     for batch_tokens in (1, 100, 10_000):
         other = evaluated([2 * LENGTH, LENGTH], batch_tokens=batch_tokens)
@@ -532,6 +533,7 @@ def test_losses_under_another_identity_are_not_used(tmp_path):
     assert np.isnan(unfinished.load({"length": 16}, 2)).all()
 
 
+@pytest.mark.slow
 def test_another_run_can_be_the_judge(workdir, tmp_path):
     judge = tmp_path / "judge"
     judge.symlink_to(workdir)
@@ -821,6 +823,7 @@ def words_run(tmp_path_factory, tiny_config):
 
 
 @pytest.mark.parametrize(("split", "name"), [("validation", "valid"), ("test", "test")])
+@pytest.mark.sample(1)
 def test_words_of_wikitext_are_trained_on_and_scored(words_run, evaluated, split, name):
     raw = pathlib.Path(words_run.config.data.path, f"wiki.{name}.tokens").read_bytes()
     entry = evaluated([LENGTH], run=words_run, split=split, protocols="nonoverlapping")

@@ -97,6 +97,7 @@ def assert_same(one, other, tolerance=1e-6):
         (8, 4, [0]),
     ],
 )
+@pytest.mark.sample(2)
 def test_windows_are_spaced_evenly_and_the_last_ends_with_the_stream(
     num_tokens, num_windows, starts
 ):

@@ -87,6 +87,7 @@ def curse(sample, length):
 
 @pytest.mark.parametrize("loss", [early, context, both])
 @pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.sample(2)
 def test_the_decomposition_recovers_the_planted_parts(loss, devices):
     sample, entries = decomposed(loss, devices)
     assert sample.tolist() == list(range(65, 513))

@@ -92,6 +92,7 @@ def assert_same_scores(one, other):
     ("stride", "length"),
     [(s, length) for s in STRIDES for length in (1, 16, 300) if (s or 0) <= length],
 )
+@pytest.mark.sample(4)
 def test_f5_a_uniform_model_has_the_perplexity_of_its_vocabulary(stride, length):
     tokens = stream(200)
     zeros = jax.tree.map(np.zeros_like, fresh_params(tiny()))
@@ -165,6 +166,7 @@ def test_f2_the_mean_weighs_by_scored_targets(num_tokens, length, stride):
 
 @pytest.mark.parametrize("position", ["alibi", "sinusoidal"])
 @pytest.mark.parametrize("stride", [1, 3, 8])
+@pytest.mark.sample(2)
 def test_f3_f4_windows_equal_each_target_alone_with_its_context(position, stride):
     """Stride 1 is a window of constant length: Press et al. 2021, Appendix B."""
     length, tokens = 8, stream(30)
@@ -256,6 +258,7 @@ def reference():
 
 
 @pytest.mark.parametrize("batch", [3, 8, 64, 1000])
+@pytest.mark.sample(2)
 def test_f9_the_batch_size_changes_nothing(reference, batch):
     params, tokens, expected = reference
     for stride, scores in expected.items():
@@ -265,6 +268,7 @@ def test_f9_the_batch_size_changes_nothing(reference, batch):
 
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.sample(2)
 def test_f9_the_number_of_devices_changes_nothing(reference, devices, batch):
     params, tokens, expected = reference
     for stride, scores in expected.items():
@@ -423,6 +427,7 @@ def test_the_batch_size_is_the_requested_one_where_windows_and_devices_allow(
 
 @pytest.mark.parametrize("first_scored", [0, 16383])
 @pytest.mark.parametrize("position", ["alibi", "rotary", "t5", "fire", "fox"])
+@pytest.mark.sample(4)
 def test_no_array_of_the_compiled_program_is_the_square_of_the_length(position, first_scored):
     length = 16384
     config = tiny(position)

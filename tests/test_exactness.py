@@ -129,12 +129,14 @@ def assert_exact(logits, wanted, real=True):
 
 
 @every_case
+@pytest.mark.sample(9)
 def test_evaluation_is_the_oracle(case):
     tokens = some_tokens()
     assert_exact(logits_of(make(case), tokens), expected(case, tokens))
 
 
 @every_case
+@pytest.mark.sample(9)
 def test_evaluation_in_blocks(case, monkeypatch):
     monkeypatch.setattr(engines, "_DENSE_MAX_SCORES", 0)
     monkeypatch.setattr(engines, "_DENSE_MAX_QUERIES", 0)
@@ -147,6 +149,7 @@ def test_evaluation_in_blocks(case, monkeypatch):
 
 
 @every_case
+@pytest.mark.sample(9)
 def test_e3_each_row_has_its_own_positions(case):
     positions = np.array(
         [range(8), range(8, 16), [0, 1, 3, 4, 7, 9, 12, 15], [1, 3, 4, 5, 9, 10, 11, 13]]
@@ -184,6 +187,7 @@ def test_d1_d2_d3_packed_and_padded(case):
 
 
 @pytest.mark.parametrize("case", ["fox", "alibi", "transformer_xl", "sandwich", "xpos"])
+@pytest.mark.sample(2)
 def test_d1_d3_after_a_long_document_or_padding(case):
     """huggingface/transformers#26380, mosaicml/llm-foundry PR#738."""
     before, length = 700, 20
@@ -203,6 +207,7 @@ def test_d1_d3_after_a_long_document_or_padding(case):
 
 
 @every_case
+@pytest.mark.sample(9)
 def test_a5_training_uses_the_positions_that_the_method_draws(case):
     model, tokens, key = make(case), some_tokens(), jax.random.key(3)
     trained = logits_of(model, tokens, training_key=key)
@@ -239,6 +244,7 @@ def test_randomized_draws_an_ordered_subset_a_row():
 
 
 @every_case
+@pytest.mark.sample(8)
 def test_b8_e3_decoding_in_chunks(case):
     """keras-team/keras-hub#2861: a decode step without any bias."""
     model, tokens = make(case), some_tokens()
@@ -294,6 +300,7 @@ def test_e6_decoding_past_the_learned_table():
 
 
 @every_case
+@pytest.mark.sample(7)
 def test_gradients_with_and_without_rematerialisation(case):
     tokens, weights = some_tokens(), np.random.default_rng(1).normal(size=(BATCH, LENGTH, VOCAB))
     params = params_of(make(case))
@@ -328,6 +335,7 @@ def test_gradients_with_and_without_rematerialisation(case):
 
 
 @every_case
+@pytest.mark.sample(9)
 def test_a_mapped_model_is_the_oracle(case):
     model, tokens = make(case), some_tokens()
     logits = jax.vmap(functools.partial(logits_of, model))(tokens.reshape(2, 2, LENGTH))
@@ -337,6 +345,7 @@ def test_a_mapped_model_is_the_oracle(case):
 @pytest.mark.parametrize(
     "case", [*REPRESENTATIVES, "fire", "xpos", "alibi, linear", "rotary, ntk", "rotary, yarn"]
 )
+@pytest.mark.sample(4)
 def test_e4_one_function_for_several_lengths(case):
     """huggingface/transformers#25104: a long input changed the results of later inputs."""
     graphdef, params = nnx.split(make(case))
@@ -359,6 +368,7 @@ def test_an_exported_model_is_the_oracle(case):
 
 
 @pytest.mark.parametrize("case", POSITIONS)
+@pytest.mark.sample(6)
 def test_a3_a_sharded_model_is_the_oracle(case):
     """bigscience-workshop/Megatron-DeepSpeed#227: slopes from the local number of heads."""
     graphdef, params, tokens, mesh = on_eight_devices(case)
@@ -416,6 +426,7 @@ def assert_same_statistics(statistics, wanted):
 
 
 @every_case
+@pytest.mark.sample(9)
 def test_attention_statistics(case, monkeypatch):
     # Chunks of three queries, and two more queries.
     monkeypatch.setattr(statistics, "MAX_SCORES", 3 * BATCH * 4 * LENGTH)
@@ -426,6 +437,7 @@ def test_attention_statistics(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVES)
+@pytest.mark.sample(2)
 def test_attention_statistics_of_a_model_in_training(case, monkeypatch):
     """Dropout and remat apply to the training step only."""
     model = make(case, remat="full", dropout=0.5, attention_dropout=0.5, activation_dropout=0.5)

@@ -68,7 +68,7 @@ def run(root, *command):
         env=environment | {"TFDS_DATA_DIR": str(root / "tfds")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -153,6 +153,7 @@ print(mean_loss(0.5) - mean_loss(0.0))
 """
 
 
+@pytest.mark.slow
 def test_the_new_loss_term_is_in_the_loss(extended):
     """After the last norm hidden states have a mean square of 1."""
     assert float(run(extended, "-c", LOSS)) == pytest.approx(0.5, abs=1e-3)
@@ -191,6 +192,7 @@ print(float(jnp.abs(jnp.concatenate(parts, axis=1) - whole).max()))
 """
 
 
+@pytest.mark.slow
 def test_the_new_method_decodes_exactly(extended, trained):
     assert float(run(extended, "-c", DECODE, trained)) < 1e-5
 
@@ -212,6 +214,7 @@ def test_the_new_protocol_and_figure_are_in_the_report(extended, trained):
         assert f'id="{name}' in (trained / "eval/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_new_rescaling_changes_long_inputs_alone(extended, trained):
     out = extended / "rescaled"
     flags = "--lengths=1x,4x", "--protocols=nonoverlapping", "--attention=", "--targets=64"

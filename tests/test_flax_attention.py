@@ -107,6 +107,7 @@ VISIBLE = CAUSAL & (DOCUMENTS[:, :, None] == DOCUMENTS[:, None, :]) & (DOCUMENTS
 
 @kinds
 @methods
+@pytest.mark.sample(2)
 def test_d1_d3_c4_documents_in_padded_and_packed_rows_are_independent(kind, method):
     """The mask alone suffices, without positions. Rows that see nothing are zero."""
     attention_fn, weights = METHODS[method]
@@ -415,6 +416,7 @@ PRECISIONS = [
 
 @kinds
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.sample(10)
 def test_every_precision_of_flax_is_taken(kind, precision):
     """On a CPU all of them compute in float32."""
     x = normal(5, 2, LENGTH, WIDTH)
@@ -664,6 +666,7 @@ NNX_METHODS = {
 
 
 @methods
+@pytest.mark.sample(1)
 def test_b8_d4_an_nnx_model_trains_and_decodes(method):
     """Decoding takes single tokens with a cache, the causal flag left on as in google/flax#5591."""
     model = NnxModel(NNX_METHODS[method], nnx.Rngs(0))
@@ -697,6 +700,7 @@ LINEN_METHODS = {
 
 
 @methods
+@pytest.mark.sample(1)
 def test_b8_a_linen_model_trains_and_decodes(method):
     make = LINEN_METHODS[method]
     model = LinenModel(make)

@@ -72,6 +72,7 @@ def test_prompts_of_many_lengths_compile_once(compiled):
 
 
 @pytest.mark.parametrize("position", ["alibi", "fox", "transformer_xl"])
+@pytest.mark.sample(1)
 def test_the_tokens_are_the_same_under_x64(position):
     model, key = make(position), jax.random.key(0)
     options = [{}, {"temperature": 0.7, "key": key}]
@@ -81,6 +82,7 @@ def test_the_tokens_are_the_same_under_x64(position):
         assert [generate(model, PROMPTS, 6, **option) for option in options] == expected
 
 
+@pytest.mark.slow
 def test_chunks_in_a_cache_are_the_whole_under_x64():
     model, tokens = make(), jnp.array([[3, 1, 4, 1, 5, 9]])
     whole = model.hidden_states(tokens)
@@ -94,6 +96,7 @@ def test_chunks_in_a_cache_are_the_whole_under_x64():
 
 
 @pytest.mark.parametrize("position", ["alibi", "fox"])
+@pytest.mark.sample(1)
 def test_d1_each_prompt_alone_is_its_row_of_the_batch(position):
     model = make(position)
     alone = [generate(model, [prompt], 64)[0] for prompt in PROMPTS]
@@ -101,6 +104,7 @@ def test_d1_each_prompt_alone_is_its_row_of_the_batch(position):
 
 
 @pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.sample(5)
 def test_greedy_decoding_equals_forward_passes(position):
     model = make(position)
     generated = generate(model, PROMPTS, 6)

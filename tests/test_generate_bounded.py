@@ -144,6 +144,7 @@ def test_memory_does_not_grow_where_slopes_are_steep():
         ("alibi", {"tolerance": 0.1, "gap": float("nan")}, "gap=nan"),
     ],
 )
+@pytest.mark.sample(3)
 def test_methods_and_options_that_bound_no_cache_are_refused(position, bounds, message):
     with pytest.raises(ValueError, match=message):
         make(position, num_layers=2).init_cache(2, 64, **bounds)

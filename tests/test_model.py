@@ -91,6 +91,7 @@ def shapes(tree):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.sample(2)
 def test_hidden_states_and_logits_are_separate_and_consistent(tied, dtype):
     model, tokens = make(tied_embeddings=tied, dtype=dtype), some_tokens(2, 9)
     targets = some_tokens(2, 9, seed=1)
@@ -108,6 +109,7 @@ def test_hidden_states_and_logits_are_separate_and_consistent(tied, dtype):
 
 
 @pytest.mark.parametrize("position", [*POSITIONS, "rotary,none"])
+@pytest.mark.sample(6)
 def test_the_last_tokens_alone_are_as_in_the_whole(position):
     """For the other tokens the final layer computes only keys and values."""
     model, tokens = make(position, num_layers=2, num_kv_heads=2), some_tokens(2, 9)
@@ -129,6 +131,7 @@ def test_logits_of_a_fresh_model_are_of_unit_scale():
 
 
 @pytest.mark.parametrize("position", ONE_PER_HOOK)
+@pytest.mark.sample(3)
 def test_no_token_sees_the_future(position):
     model, tokens = make(position), some_tokens(2, 9)
     changed = tokens.at[:, 6:].set((tokens[:, 6:] + 1) % VOCAB)
@@ -149,6 +152,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.sample(10)
 def test_every_variant_has_finite_gradients_of_every_parameter(variant):
     model = make(**{"attention_dropout": 0.1} | variant)
     # With the shapes of the other tests, the operations are compiled already and need no jit.
@@ -172,6 +176,7 @@ def test_every_variant_has_finite_gradients_of_every_parameter(variant):
 
 
 @pytest.mark.parametrize("position", sorted(set(POSITIONS) - {"none"}))
+@pytest.mark.sample(6)
 def test_a5_every_method_has_an_effect(position):
     """sgl-project/sglang PR#16868: slopes never reached the attention."""
     tokens = some_tokens(2, 9)
@@ -181,6 +186,7 @@ def test_a5_every_method_has_an_effect(position):
 
 
 @pytest.mark.parametrize("position", ONE_PER_HOOK)
+@pytest.mark.sample(3)
 def test_a5_training_without_dropout_is_evaluation(position):
     tokens, targets = some_tokens(2, 9), some_tokens(2, 9, seed=1)
     evaluated = logits_of(make(position), tokens)
@@ -197,6 +203,7 @@ def test_a5_training_without_dropout_is_evaluation(position):
 
 
 @pytest.mark.parametrize("position", ONE_PER_HOOK)
+@pytest.mark.sample(3)
 def test_a5_rematerialised_layers_are_the_same(position):
     arguments = some_tokens(2, 9), some_tokens(2, 9, seed=1)
     rates = {"dropout": 0.5, "attention_dropout": 0.5, "activation_dropout": 0.5}
@@ -240,6 +247,7 @@ def test_a6_alibi_has_no_parameters_of_its_own():
 
 
 @pytest.mark.parametrize("position", ONE_PER_HOOK)
+@pytest.mark.sample(3)
 def test_positions_are_as_given(position):
     model, tokens = make(position), some_tokens(2, 9)
     whole = logits_of(model, tokens)
@@ -265,6 +273,7 @@ def test_relative_methods_do_not_see_all_positions_move(position):
 
 
 @pytest.mark.parametrize("position", ONE_PER_HOOK)
+@pytest.mark.sample(4)
 def test_d1_left_padding_changes_nothing(position):
     """huggingface/transformers#26380."""
     model, tokens = make(position), some_tokens(2, 5)
@@ -280,6 +289,7 @@ def test_d1_left_padding_changes_nothing(position):
 
 
 @pytest.mark.parametrize("position", ONE_PER_HOOK)
+@pytest.mark.sample(3)
 def test_d2_loss_of_a_document_is_the_same_however_padded(position):
     model, document = make(position), some_tokens(1, 6)
     sums = []
@@ -300,6 +310,7 @@ def test_d2_loss_of_a_document_is_the_same_however_padded(position):
 
 
 @pytest.mark.parametrize("position", ONE_PER_HOOK)
+@pytest.mark.sample(3)
 def test_d3_packed_documents(position):
     """mosaicml/llm-foundry PR#738, allenai/open-instruct#669."""
     model = make(position)
@@ -469,6 +480,7 @@ def test_a3_heads_split_over_devices_keep_their_slopes(num_heads, num_kv_heads, 
 
 
 @pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.sample(6)
 def test_g4_parameters_fit_another_training_length(position):
     """huggingface/transformers PR#28837: position state came out of checkpoints."""
     short, long = (config_of(position, length, width=16, num_heads=4) for length in (32, 128))

@@ -112,6 +112,7 @@ def test_bands_are_those_of_the_paper():
 
 @pytest.mark.parametrize("logits", [2**24, 7 * ROW_MULTIPLE, ROW_MULTIPLE])
 @pytest.mark.parametrize("cutoffs", ["5,12", "1", "39", "3,4,5"])
+@pytest.mark.sample(5)
 def test_losses_and_gradients_are_the_oracles(cutoffs, logits, monkeypatch):
     """In one chunk, and in chunks of which some have no target in a band."""
     monkeypatch.setattr(losses, "MAX_CHUNK_LOGITS", logits)
@@ -121,6 +122,7 @@ def test_losses_and_gradients_are_the_oracles(cutoffs, logits, monkeypatch):
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
+@pytest.mark.slow
 def test_losses_of_any_bands(data):
     vocab_size = data.draw(st.integers(2, 300))
     numbers = st.sets(st.integers(1, vocab_size - 1), min_size=1, max_size=3)
@@ -266,6 +268,7 @@ def test_dropout_is_before_each_softmax_and_not_without_a_key(monkeypatch):
     "mesh", [(1, 1, 1, 1), (4, 2, 1, 1), (2, 1, 2, 2), (1, 2, 1, 4), (1, 1, 1, 8), (1, 1, 8, 1)]
 )
 @pytest.mark.parametrize("length", [16, 6])
+@pytest.mark.sample(4)
 def test_every_mesh_gives_the_losses_and_gradients_of_one_device(mesh, length, monkeypatch):
     """With lengths that the number of devices divides, and others."""
     monkeypatch.setattr(losses, "MAX_CHUNK_LOGITS", 9 * ROW_MULTIPLE)

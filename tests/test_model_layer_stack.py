@@ -99,6 +99,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("case", "last"), [*((case, None) for case in CASES), (CASES[0], 2), (CASES[3], 2)], ids=str
 )
+@pytest.mark.sample(3)
 def test_a_loop_over_layers_is_the_layers_one_by_one(case, last, monkeypatch):
     model, key = make(**case), jax.random.key(1)
     looped = outputs_and_gradients(model, key, last)

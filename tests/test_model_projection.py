@@ -27,6 +27,7 @@ CASES = [
 @pytest.mark.parametrize("use_bias", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("equation", "shape", "kernel_shape"), CASES)
+@pytest.mark.sample(9)
 def test_the_gradients_are_those_of_float64(equation, shape, kernel_shape, dtype, use_bias):
     axes = (None,) * len(kernel_shape)
     layer = Projection(

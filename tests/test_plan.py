@@ -228,6 +228,7 @@ def test_each_device_holds_its_shard_of_the_state():
     assert replicated.activation_bytes == sharded.activation_bytes
 
 
+@pytest.mark.slow
 def test_activation_bytes_grow_with_rows_and_fall_with_devices():
     def activation_bytes(mesh=(1, 1, 1, 1), **changes):
         config = config_of(**changes)

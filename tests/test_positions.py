@@ -111,6 +111,7 @@ def acting_hooks(name):
 
 
 @pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.sample(6)
 def test_the_configuration_knows_which_methods_only_embed(name):
     """One that embeds but is not known to would be accepted for some layers and act in all."""
     acting = acting_hooks(name)

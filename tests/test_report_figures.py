@@ -156,6 +156,7 @@ def test_runs_of_one_method_have_different_names():
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 6])
+@pytest.mark.sample(2)
 def test_no_texts_overlap(count):
     for name, figure in figures.draw(made_up.results(count)).items():
         page = figure.bbox

@@ -49,6 +49,7 @@ def written(request):
     return results, *made(results)
 
 
+@pytest.mark.sample(1)
 def test_the_page_asks_for_nothing(written):
     _, html, parsed = written
     bare = html

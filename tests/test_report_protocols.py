@@ -114,6 +114,7 @@ def test_figures_of_unknown_protocols_of_an_earlier_evaluation_are_removed(strid
 
 
 @pytest.mark.parametrize("earlier", ["", "[]", '{"runs": [{}]}', '{"runs": 1}'])
+@pytest.mark.sample(2)
 def test_unreadable_earlier_results_are_replaced(strided, earlier, tmp_path):
     (tmp_path / "results.json").write_text(earlier)
     (tmp_path / "split.png").write_bytes(b"")

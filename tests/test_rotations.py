@@ -226,6 +226,7 @@ def test_exported_for_any_length():
         np.testing.assert_allclose(exported.call(x, at), compiled(x, at), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_no_axis_is_added_implicitly():
     x, at = normal(2, 3, 2, 8), jnp.arange(3)
     expected = rotary(x, at)

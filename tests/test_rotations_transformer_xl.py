@@ -192,6 +192,7 @@ def test_gradients_are_central_differences():
         )
 
 
+@pytest.mark.slow
 def test_no_axis_is_added_implicitly():
     arguments = (QUERY[None], KEY[None], QUERY_POSITIONS, KEY_POSITIONS, *LEARNED)
     expected = transformer_xl(*arguments)

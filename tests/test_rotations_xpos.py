@@ -201,6 +201,7 @@ def test_bfloat16_is_rotated_in_float32():
         np.testing.assert_array_equal(half, exact.astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_no_axis_is_added_implicitly():
     query, key = QUERY[None], KEY[None]
     expected = xpos(query, key, QUERY_POSITIONS, KEY_POSITIONS)

@@ -193,6 +193,7 @@ def test_an_adaptive_model_planned_for_a_v4():
     assert "% of the 32 GiB of a TPU v4" in text
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_names_one_that_does():
     text = printed(TOO_LARGE)
     refused, _, remedied = text.partition("it fits with --config.train.accumulation=")

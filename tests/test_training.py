@@ -225,6 +225,7 @@ OTHER_MESHES = {
     "twelve": [s for s in MESHES if s[3] <= 4],
     "near": [(1, 2, 4, 1), (1, 1, 2, 4)],
 }
+QUICK_OF_OTHERS = {(name, (1, 2, 2, 2)) for name in ("t5", "fox", "dropout")}
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ OTHER_MESHES = {
         pytest.param(
             model,
             sizes,
-            marks=[] if sizes in ((1, 2, 2, 2), (1, 2, 4, 1)) else pytest.mark.slow,
+            marks=[] if (model, sizes) in QUICK_OF_OTHERS else pytest.mark.slow,
         )
         for model in OTHER_MODELS
         for sizes in OTHER_MESHES.get(model, [(1, 2, 2, 2), (1, 1, 8, 1)])
@@ -258,6 +259,7 @@ def test_a_mesh_changes_nothing_of_other_models(tiny_config, model, sizes, strea
     ("optimizer", "sizes"),
     [("adamw", (1, 8, 1, 1)), ("sgd", (2, 2, 1, 2)), ("adafactor", (2, 2, 1, 2))],
 )
+@pytest.mark.sample(1)
 def test_state_is_sharded_donated_and_compiled_for_once(
     tiny_config, batches, compiled, optimizer, sizes
 ):
@@ -308,6 +310,7 @@ def test_g5_resumed_is_never_stopped(tiny_config, tmp_path):
     assert [line["step"] for line in lines(whole)] == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_adaptive_dropout_is_in_training(tiny_config, batches):
     def losses(**changes):
         config = tiny_config(ADAPTIVE | changes)
@@ -336,6 +339,7 @@ def test_a_save_is_no_slow_step(tiny_config, tmp_path, monkeypatch):
     assert set(sixth) >= set(THROUGHPUT_METRICS) - {"mfu"}
 
 
+@pytest.mark.slow
 def test_an_adaptive_model_learns_and_resumes(tiny_config, tmp_path):
     config = tiny_config(ADAPTIVE | {"train.steps": 40, "checkpoint.every": 20, "mesh.tensor": 2})
     whole = tmp_path / "whole"

@@ -69,6 +69,7 @@ def test_parameters_that_overflow_in_the_last_step_are_not_saved(tiny_config, tm
 
 
 @pytest.mark.parametrize("bad", [6, 8])
+@pytest.mark.sample(1)
 def test_a_bad_step_ends_the_run_and_names_the_last_checkpoint(
     tiny_config, tmp_path, bad_steps, bad
 ):

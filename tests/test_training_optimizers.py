@@ -57,6 +57,7 @@ def stacked(tree, count=3):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sample(1)
 def test_biases_of_heads_do_not_decay(name):
     """They have two axes, as matrices do."""
     config = Config(model=Model(num_layers=2, width=8, num_heads=2, use_bias=True))
@@ -192,6 +193,7 @@ def test_rate_follows_the_schedule(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sample(1)
 def test_stacked_layers_are_updated_as_each_alone(name):
     """Weight decay applies to each layer's matrices, and Adafactor clips each layer's updates."""
     # Adafactor factors the moments of dimensions from 128 on.
