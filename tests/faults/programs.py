@@ -103,6 +103,9 @@ class Programs:
 
     def _listen(self, seconds):
         for key, _ in self._selector.select(seconds):
+            if key.fileobj not in self._selector.get_map():
+                # A message before this event has closed the pipe.
+                continue
             run, name = key.data
             if run is not None:
                 self._read(key.fileobj, run, name)
