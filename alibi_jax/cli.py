@@ -6,7 +6,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 from absl import app, flags, logging
@@ -156,6 +156,20 @@ def _value_remedy(message: str) -> str:
     return " ".join(message.removeprefix("ERROR:: ").split())
 
 
+def _without_closed_loops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """`hook` for errors that nobody can catch, without those that follow from a failed save.
+
+    When a save fails, Orbax closes its event loop. Each array that is still being written then has
+    an error of its own, whose traceback would hide the line that names the failure.
+    """
+
+    def show(error: Any) -> None:
+        if str(error.exc_value) != "Event loop is closed":
+            hook(error)
+
+    return show
+
+
 def _guarded(main: Callable[[], int]) -> NoReturn:
     if not flags.FLAGS["verbosity"].present:
         # Orbax logs every file that it touches, and the traceback of each error that it also
@@ -164,6 +178,7 @@ def _guarded(main: Callable[[], int]) -> NoReturn:
         logging.get_absl_handler().addFilter(
             lambda record: "orbax" not in pathlib.Path(record.pathname).parts
         )
+        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
     try:
         if _CACHE.value is not None:
             _keep_programs(local_path("--compilation_cache", _CACHE.value))

@@ -246,6 +246,29 @@ def test_a_program_that_may_start_no_thread_says_so_and_ends(inputs, tmp_path):
     refuses(program, f"--config={inputs / 'config.py'}", "--workdir=run", cwd=tmp_path, says=says)
 
 
+def test_errors_that_follow_from_a_failed_save_are_not_shown(tmp_path):
+    """tensorstore raises them where nobody can catch them, as an object does that is deleted."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from alibi_jax import cli\n"
+        "class Deleted:\n"
+        "    def __init__(self, text):\n"
+        "        self.text = text\n"
+        "    def __del__(self):\n"
+        "        raise RuntimeError(self.text)\n"
+        "def main():\n"
+        "    Deleted('Event loop is closed')\n"
+        "    Deleted('something else')\n"
+        "    return 0\n"
+        "cli.run(main)\n"
+    )
+    code, _, lines = run(program, cwd=tmp_path)
+    assert code == 0
+    assert [line for line in lines if line.startswith("RuntimeError")] == [
+        "RuntimeError: something else"
+    ]
+
+
 @pytest.mark.slow
 def test_results_are_printed_in_ascii_where_nothing_else_can_be(trained, tmp_path):
     quick = "--lengths=1x,2x", "--protocols=nonoverlapping,fixed", "--targets=32", "--passage=8"
