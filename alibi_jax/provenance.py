@@ -82,14 +82,20 @@ def _commit() -> str | None:
         project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
         if project["project"]["name"] != "alibi-jax":
             return None
-        return _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        commit = _git(root, "rev-parse", "HEAD")
+        changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+        return f"{commit}-dirty" if changes else commit
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         return None
 
 
 def _git(folder: pathlib.Path, *arguments: str) -> str:
-    """The output of a git command in a folder. Raises an error if the command fails."""
+    """The output of a git command in a folder. Raises an error if the command fails.
+
+    Git takes no lock: a kill would leave the lock behind, and block the user's own commands.
+    """
+    command = ["git", "--no-optional-locks", *arguments]
     done = subprocess.run(
-        ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        command, cwd=folder, capture_output=True, text=True, timeout=10, check=True
     )
     return done.stdout.strip()

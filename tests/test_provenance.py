@@ -86,6 +86,11 @@ def test_the_commit_is_the_packages_own_and_marked_where_files_differ(tmp_path, 
     head = git("rev-parse", "HEAD")
     assert re.fullmatch("[0-9a-f]{40}", head)
     assert commit_of(tmp_path) == commit_by(tmp_path) == head
+    # Git would note the new time of the file, under a lock that a kill would leave behind.
+    os.utime(tmp_path / "file", (0, 0))
+    index = (tmp_path / ".git" / "index").read_bytes()
+    assert commit_by(tmp_path) == head
+    assert (tmp_path / ".git" / "index").read_bytes() == index
     (tmp_path / "file").write_text("2")
     assert commit_of(tmp_path) == commit_by(tmp_path) == f"{head}-dirty"
 
