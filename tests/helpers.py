@@ -85,7 +85,7 @@ def train_flags(config, workdir):
 
 def finish(process, code=0):
     """Waits for a process, checks its exit code, and returns its (output, errors)."""
-    output, errors = process.communicate(timeout=600)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == code, errors[-3000:]
     return output, errors
 

@@ -453,7 +453,7 @@ def test_a_save_on_a_full_disk_is_named_and_keeps_the_earlier_checkpoint(log, tm
         cwd=pathlib.Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=120,
     )
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (

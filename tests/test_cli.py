@@ -73,7 +73,7 @@ def start(script, *arguments, cwd, **environment):
 def finish(process):
     """(exit code, standard output, lines of standard error that tell no progress)."""
     try:
-        out, err = process.communicate(timeout=600)
+        out, err = process.communicate(timeout=120)
     finally:
         process.kill()
     # A log has whole lines only: nothing returns to the start of one, or moves up.

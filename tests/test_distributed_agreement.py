@@ -41,7 +41,7 @@ def run(start_script):
 
 def ends(processes):
     """(exit code, output, last line of standard error) of each process."""
-    outputs = [process.communicate(timeout=600) for process in processes]
+    outputs = [process.communicate(timeout=120) for process in processes]
     return [
         (process.returncode, output, errors.rpartition("\n")[0].rpartition("\n")[2])
         for process, (output, errors) in zip(processes, outputs, strict=True)

@@ -177,7 +177,7 @@ def share(start_script):
     def run(*names):
         port = free_port()
         processes = [start_script(SEVERAL, port, number, name) for number, name in enumerate(names)]
-        errors = [process.communicate(timeout=600)[1] for process in processes]
+        errors = [process.communicate(timeout=120)[1] for process in processes]
         return [
             (process.returncode, [x for x in lines.splitlines() if x.startswith("error")])
             for process, lines in zip(processes, errors, strict=True)

@@ -112,7 +112,7 @@ processes.announce_normal_exit()
 def test_all_processes_stop_after_the_same_step(start_script):
     count, port = 3, free_port()
     several = [start_script(ROUNDS, port, number, count) for number in range(count)]
-    outputs = [process.communicate(timeout=600) for process in several]
+    outputs = [process.communicate(timeout=300) for process in several]
     assert [process.returncode for process in several] == [0] * count, outputs
     first = outputs[0][0]
     assert [int(line.split()[0]) for line in first.splitlines()] == [*range(10)]

@@ -68,7 +68,7 @@ def run(root, *command):
         env=environment | {"TFDS_DATA_DIR": str(root / "tfds")},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

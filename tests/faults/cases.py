@@ -37,7 +37,7 @@ _TRAIN = ("--workdir=run", *(f"--config.{key}={value}" for key, value in CONFIG.
 _EVALUATE = ("--workdir=run", "--lengths=1x,2x", "--targets=20", "--passage=8")
 _EVALUATE += ("--batch_tokens=64", "--attention=")
 # Seconds in which the processes of a run must find each other, and in which each run must end.
-_JOIN_TIMEOUT, TIMEOUT = 60, 900
+_JOIN_TIMEOUT, TIMEOUT = 20, 180
 
 
 @dataclasses.dataclass(frozen=True)
